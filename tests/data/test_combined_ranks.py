@@ -58,13 +58,13 @@ def test_an_epoch_is_sharded_from_any_start(lengths: list[int], kinds: list[str]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_nothing_of_others_is_fetched(mode: str) -> None:
-    """A rank fetches only the samples of its own micro-batches."""
+    """A rank fetches only the samples of its own micro-batches, and three to compare each dataset with those of others."""
     for rank in range(3):
         parts = [DataLoader(Drawing(9), batch_size=2), DataLoader(Drawing(4), batch_size=2)]
         stream = CombinedStream(CombinedLoader(parts, mode), 7, Stage.TRAIN, 0, CPU, False, Alike(rank, 3))
         given = list(stream.batches(0, 0, None, rank, 3))
         pieces = [piece for batch in given for piece in ([batch] if mode == "sequential" else batch)]
-        assert sum(len(part.dataset.calls) for part in parts) == sum(len(piece) for piece in pieces if piece is not None)
+        assert sum(len(part.dataset.calls) - 3 for part in parts) == sum(len(piece) for piece in pieces if piece is not None)
 
 
 def test_a_stream_without_a_batch_cannot_be_cycled() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
 
 from trainkit import Accelerator, CombinedLoader, TrainModule, set_seed
+from trainkit.data.loader_collections import iterates_itself
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
 
@@ -289,6 +290,10 @@ def by_own_loop(shape: str) -> Found:
     return Found(module.seen["train"], asked_of(train), module.seen["evaluation"], asked_of(validation), told)
 
 
+def _is_map_style(source: Any) -> bool:
+    return isinstance(source, DataLoader) and isinstance(source.dataset, Fetched) and not iterates_itself(source)
+
+
 def check(shape: Shape, by_rank: list[Found], limit: int | None = None, notices: int = 1) -> None:
     """Each process saw its batches once in each epoch, and its source was not asked for more than was used.
 
@@ -301,6 +306,7 @@ def check(shape: Shape, by_rank: list[Found], limit: int | None = None, notices:
         assert found.trained == mine * EPOCHS
         assert found.validated == mine * EPOCHS
         used = EPOCHS * sum(map(len, batches if shape.whole else mine))
+        used += 3 if size > 1 and _is_map_style(shape.make()) else 0  # to compare the datasets
         assert (found.asked, found.asked_to_validate) == (used, used)
     texts = [text for text in by_rank[0].told if "__len__ states" in text or "in its __len__" in text]
     if shape.told is None or limit is not None:

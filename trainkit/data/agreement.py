@@ -106,7 +106,7 @@ def _content(loader: DataLoader[Any], samples: int | None) -> list[Any] | None:
     """
     if not samples:
         return None
-    places = (0, samples // 2, samples - 1)
+    places = sorted({0, samples // 2, samples - 1})
     fetching: DataLoader[str] = DataLoader(
         _Digests(loader.dataset),
         batch_size=None,

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from trainkit.data.loader_collections import filled, is_loader, loaders_in, parts_of_batch
-from trainkit.data.sampling import CYCLE
+from trainkit.data.sampling import CYCLE, length_of
 from trainkit.data.sharding import StreamSharder
 from trainkit.data.state_history import StateHistory
-from trainkit.data.stream import Stream, length_of, open_stream
+from trainkit.data.stream import Stream, open_stream
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, nearest
 from trainkit.nested import batch_size
@@ -182,10 +182,8 @@ class CombinedStream:
             open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential, world)
             for number, part in enumerate(loader.flattened)
         ]
-        self.exact = all(stream.exact for stream in self._streams)
         if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
             raise EmptyLoaderError(_NO_BATCH)
-        self.sizes = self._sizes()
         self.samples: int | None = None  # of several datasets
         self.counted = 0
 
@@ -214,7 +212,18 @@ class CombinedStream:
         lengths = [stream.length for stream in self._streams]
         return None if None in lengths else _end_of(self._loader.mode, lengths)
 
-    def _sizes(self) -> tuple[int, int] | None:
+    @property
+    def exact(self) -> bool:
+        """See `trainkit.data.stream.Stream`."""
+        return all(stream.exact for stream in self._streams)
+
+    def measure(self, epoch: int) -> bool:
+        """See `trainkit.data.stream.Stream`."""
+        changed = [stream.measure(epoch) for stream in self._streams]
+        return any(changed)
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
         """Only if every micro-batch of every loader is full; otherwise the samples are counted when a batch is fetched."""
         sizes = [stream.sizes for stream in self._streams]
         if self._loader.mode == "max_size" and len(sizes) > 1:
@@ -230,8 +239,10 @@ class CombinedStream:
         """See `trainkit.data.stream.Stream`."""
         mode = self._loader.mode
         if step > 1:
+            shortest = [stream.length for stream in self._streams] if mode == "min_size" else []
+            most = min((end for end in [limit, *shortest] if end is not None), default=None)
             for stream in self._streams:  # now: later each process would reach it at a different moment, or never
-                stream.prime(epoch, 0 if mode == "sequential" else start, limit, turn, step)
+                stream.prime(epoch, 0 if mode == "sequential" else start, most, turn, step)
         # lengths are known only now, if each process has its own part of a stream
         ends = [end for end in (limit, _end_of(mode, [stream.length for stream in self._streams])) if end is not None]
         end = min(ends, default=None)

@@ -64,6 +64,8 @@ class PreparedLoader(Positions):
         micro_limit: The largest number of micro-batches of all processes in an epoch.
         pads: As above; may be changed between epochs.
         window: As above; may be changed between epochs.
+        limits: Called to set `limit` and `micro_limit` again when a length has changed, at the start of an epoch.
+        length_changes: An epoch has had another length than the one before.
         given_source: The user's object, if `source` was made from it.
         given: Micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
 
@@ -113,6 +115,8 @@ class PreparedLoader(Positions):
         self._filled, self.given_source = filled, source
         self.limit = limit
         self.micro_limit: int | None = None
+        self.limits: Callable[[], None] | None = None
+        self.length_changes = False
         self._epoch = 0
         self._next_epoch = 0
         self._next_start = 0
@@ -176,6 +180,10 @@ class PreparedLoader(Positions):
             start: Index of the first micro-batch to yield.
             taken: In your own training loop, micro-batches in a window that was left open and that this epoch completes.
         """
+        if self._stream.measure(epoch):
+            self.length_changes = True
+            if self.limits is not None:
+                self.limits()
         self.given = self._window_start = start
         self._inside_window = False
         keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)

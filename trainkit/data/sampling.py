@@ -8,7 +8,7 @@ the fetching process from that key before it fetches. So it does not matter whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,16 @@ from trainkit.data.worker_signals import ignore_group_signals
 from trainkit.distributed.world import World
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
 
-__all__ = ["KeyedBatches", "KeyedDataset", "KeyedSlots", "UserWorkerInit", "is_distributed", "keyed_batches", "user_epoch"]
+__all__ = [
+    "KeyedBatches",
+    "KeyedDataset",
+    "KeyedSlots",
+    "UserWorkerInit",
+    "is_distributed",
+    "keyed_batches",
+    "length_of",
+    "user_epoch",
+]
 
 Draw = Callable[[int, int, int], Generator[Any, None, int]]
 """(epoch, first, step) → the indices of the micro-batches first, first + step, …; returns the number in the whole epoch."""
@@ -214,12 +223,12 @@ def keyed_batches(
     if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
         draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
         name = type(batch_sampler).__name__
-        batches = KeyedBatches(draw, _length(batch_sampler), None, seed, stage, exact=False, name=name)
+        batches = KeyedBatches(draw, length_of(batch_sampler), None, seed, stage, exact=False, name=name)
         return _agreed(batches, world, batch_sampler, loader, None)
     sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     size = None if batch_sampler is None else batch_sampler.batch_size
     drop_last = batch_sampler is not None and batch_sampler.drop_last
-    samples, shuffle = _length(sampler), _shuffles(sampler)
+    samples, shuffle = length_of(sampler), _shuffles(sampler)
     dropped = 0
     seed_of_order = seed
     if is_distributed(sampler):
@@ -263,7 +272,7 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
             drawn = batches._draw(0, 0, 1)
             first = digest(next(drawn, None))
             drawn.close()
-    parts = parts_of(world, loader, _length(loader.dataset), batches.length, order, first)
+    parts = parts_of(world, loader, length_of(loader.dataset), batches.length, order, first)
     if parts is not None:
         known = [length for length in parts.batches if length is not None]
         batches.splits, batches.exact, batches.sizes = True, False, None
@@ -323,10 +332,14 @@ def _shuffles(sampler: Any) -> bool | None:
     return None
 
 
-def _length(sampler: Any) -> int | None:
+def length_of(source: Any) -> int | None:
+    """What `len()` returns for a loader, a dataset or a sampler; `None` if it has no length."""
     try:
-        return len(sampler) if isinstance(sampler, Sized) else None
+        return len(source)
     except (TypeError, NotImplementedError):
+        return None
+    except Exception as error:  # a __len__ that raises must not look like one that is missing
+        warn(f"len() of {type(source).__name__} failed ({error!r}); treating its length as unknown.")
         return None
 
 

@@ -88,6 +88,11 @@ class StreamSharder:
                 self.record.add_samples(batch)
             yield batch
 
+    def restate(self, own: int | None, samples: int | None = None) -> None:
+        """Set the stated lengths, after they have changed; arguments as of the constructor. Collective."""
+        self._own, self._samples, self._stated = own, samples, self._agreed(own)
+        self._said_where_it_ends = False
+
     @property
     def sized(self) -> bool:
         """Whether this process's stream has a stated length, which is not 0."""
@@ -146,7 +151,7 @@ class StreamSharder:
         first: int,
         start: int,
         step: int,
-        most: int | None,
+        limit: int | None,
     ) -> Iterator[Any]:
         """The batches of an epoch, after the processes have compared the first ones. Collective.
 
@@ -157,12 +162,14 @@ class StreamSharder:
             first: the number of the first batch, in the stream that this process reads.
             start: the number of the first batch to yield, counted over all processes.
             step: batches in a row, one for each process.
-            most: largest number of batches to read, if each process has its own stream; `None`: no limit.
+            limit: largest number of batches in the epoch, over all processes.
         """
         if first == self.place(start, step):
             history.mark(start)
         if epoch >= CYCLE:
             return batches
+        # not more than the last process uses if each has its own stream, and the same number on all
+        most = self.reads(first, limit, step - 1, step, splits=True)
         count = 1 if self._decided else _COMPARED if most is None else max(1, min(most, _COMPARED))
         head, batches = history.read_ahead(batches, count, self._seen)
         if not self._decided:

@@ -14,10 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit.console import notice, warn
+from trainkit.console import notice
 from trainkit.data.loader_collections import is_plain_list, iterates_itself
 from trainkit.data.loader_workers import end_workers, started, worker_failures
-from trainkit.data.sampling import CYCLE, KeyedBatches, KeyedDataset, KeyedSlots, UserWorkerInit, keyed_batches, user_epoch
+from trainkit.data.sampling import (
+    CYCLE,
+    KeyedBatches,
+    KeyedDataset,
+    KeyedSlots,
+    UserWorkerInit,
+    keyed_batches,
+    length_of,
+    user_epoch,
+)
 from trainkit.data.sharding import StreamSharder
 from trainkit.data.state_history import StateHistory
 from trainkit.distributed.world import World
@@ -25,7 +34,7 @@ from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.nested import batch_size
 from trainkit.rng import KeyStream, Purpose, Stage, mix, seed_generators
 
-__all__ = ["IterableStream", "LoaderStream", "Stream", "length_of", "open_stream"]
+__all__ = ["IterableStream", "LoaderStream", "Stream", "open_stream"]
 
 _ONE_PROCESS = World()
 
@@ -62,6 +71,9 @@ class Stream(Protocol):
 
     def resume(self, splits: bool) -> None:
         """Prepare to continue from a checkpoint; `splits` is as it was when that was saved."""
+
+    def measure(self, epoch: int) -> bool:
+        """Read the lengths of the user's objects again, for an epoch that begins; returns whether one changed. Collective."""
 
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """Run now the collectives that come before reading an epoch from `start` on; arguments as of `batches`."""
@@ -117,7 +129,7 @@ class LoaderStream:
         sequential: bool = False,
         world: World = _ONE_PROCESS,
     ) -> None:
-        self._source = loader
+        self._source, self._world, self._sequential = loader, world, sequential
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
         changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
@@ -141,9 +153,7 @@ class LoaderStream:
                 "the generator of this DataLoader has no effect on its order, which is a function of the seed and the epoch, "
                 "so that a run can resume anywhere. To choose another order: trainkit.set_seed(n), or Trainer(seed=n)."
             )
-        self.sizes: tuple[int, int] | None = None if self._batches is None else self._batches.sizes
-        self.exact: bool = self._batches is not None and self._batches.exact
-        self.samples: int | None = None if self._iterable else length_of(loader.dataset)
+        self._lengths = self._stated_lengths()
         self._refills = False
         self._sharder = self._sharder_of(loader, world)
         self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
@@ -179,9 +189,51 @@ class LoaderStream:
         return {"_IterableDataset_len_called": None, slots: self._slots}
 
     @property
+    def sizes(self) -> tuple[int, int] | None:
+        """See `Stream`."""
+        return None if self._batches is None else self._batches.sizes
+
+    @property
+    def exact(self) -> bool:
+        """See `Stream`."""
+        return self._batches is not None and self._batches.exact
+
+    @property
+    def samples(self) -> int | None:
+        """See `Stream`."""
+        return None if self._iterable else self._lengths[0]
+
+    @property
     def length(self) -> int | None:
         """See `Stream`."""
         return self._sharder.length if self._batches is None else self._batches.length
+
+    def _stated_lengths(self) -> tuple[int | None, int | None]:
+        """Number of samples, and of batches or samples of an epoch, as the user's dataset and samplers state them."""
+        source = self._source
+        counts = source if self._iterable else source.sampler if source.batch_sampler is None else source.batch_sampler
+        return length_of(source.dataset), length_of(counts)
+
+    def measure(self, epoch: int) -> bool:
+        """See `Stream`."""
+        source = self._source
+        owners: list[Any] = [source.dataset, source.sampler, source.batch_sampler]
+        for owner in owners:
+            if hasattr(owner, "set_epoch"):
+                owner.set_epoch(user_epoch(epoch))
+        lengths = self._stated_lengths()
+        if not _any_changed(self._world, lengths != self._lengths):
+            return False
+        self._lengths = lengths
+        if self._batches is None:
+            self._sharder.restate(lengths[1], lengths[0])
+            return True
+        batches = keyed_batches(source, self._seed, self._stage, self._sequential, self._world)
+        self._batches.__dict__.update(batches.__dict__)  # in place: workers that last iterate over this object
+        if self._loader is not None:  # and have the dataset as it was when they started
+            end_workers(self._loader._iterator)
+            self._loader._iterator = None
+        return True
 
     @property
     def splits(self) -> bool:
@@ -273,7 +325,7 @@ class LoaderStream:
         if self._history.active and self._sharder.sized and epoch > 0 == start:
             batches = _started_over(batches, lambda: self._opened(loader, epoch, first)[1])
         if step > 1:
-            batches = self._sharder.begin(batches, self._history, epoch, first, start, step, left)
+            batches = self._sharder.begin(batches, self._history, epoch, first, start, step, limit)
         return iterator, batches, first
 
     def _reopened(self, epoch: int) -> Iterator[Any]:
@@ -396,7 +448,8 @@ class IterableStream:
         if isinstance(source, DataLoader):
             whole = not isinstance(source.dataset, IterableDataset) and not _knows_processes(source)
             what, better = "overrides __iter__, so it is", "use torch's DataLoader; persistent_workers=True keeps its workers."
-        self._sharder = StreamSharder(world, name, length_of(source), whole=whole)
+        self._world, self._length = world, length_of(source)
+        self._sharder = StreamSharder(world, name, self._length, whole=whole)
         if self._ready:
             self._history.stop()
             self._sharder.ready(source)  # type: ignore[arg-type]  # it is a list
@@ -430,7 +483,7 @@ class IterableStream:
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """See `Stream`."""
         if not self._ready:
-            self._primed = self._begin(epoch, start, limit, turn, step)
+            self._primed = self._begin(epoch, start, limit, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """See `Stream`."""
@@ -441,7 +494,7 @@ class IterableStream:
             if step == 1:
                 return islice(ready, start, limit)
             begun = ready, 0
-        batches, first = self._begin(epoch, start, limit, turn, step) if begun is None else begun
+        batches, first = self._begin(epoch, start, limit, step) if begun is None else begun
         ended = lambda: self._sharder.ended  # noqa: E731
         return self._sharder.followed(
             batches, self._history, first, start, limit, turn, step, lambda: self._reopened(epoch), ended
@@ -450,6 +503,20 @@ class IterableStream:
     def sharders(self) -> list[StreamSharder]:
         """See `Stream`."""
         return [self._sharder]
+
+    def measure(self, epoch: int) -> bool:
+        """See `Stream`."""
+        self._set_epoch(epoch)
+        length = length_of(self._source)
+        if not _any_changed(self._world, length != self._length):
+            return False
+        self._length = length
+        self._sharder.restate(length)
+        return True
+
+    def _set_epoch(self, epoch: int) -> None:
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(user_epoch(epoch))
 
     def _open(self, epoch: int) -> None:
         if self._one_shot and self._read:
@@ -463,8 +530,7 @@ class IterableStream:
                     + ("" if self._history.active else " A run that resumes in a later epoch reads it from its start.")
                 )
         self._read = True
-        if hasattr(self._source, "set_epoch"):
-            self._source.set_epoch(user_epoch(epoch))
+        self._set_epoch(epoch)
 
     def _cannot_restart(self, epoch: int) -> EmptyLoaderError:
         instead = "set max_epochs=1"
@@ -490,7 +556,7 @@ class IterableStream:
         """See `Stream`."""
         return self._sharder.spare
 
-    def _begin(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> tuple[Iterator[Any], int]:
+    def _begin(self, epoch: int, start: int, limit: int | None, step: int) -> tuple[Iterator[Any], int]:
         """The batches, and the number of the first of them."""
         continued = self._read
         self._open(epoch)
@@ -506,8 +572,9 @@ class IterableStream:
         if self._history.active and self._sharder.sized and epoch > 0 == start:
             batches = _started_over(batches, lambda: _seeded(iter(self._source), keys, 0))
         if step > 1:
-            most = self._sharder.reads(first, limit, turn, step, splits=True)
-            batches = self._sharder.begin(batches, self._history, epoch, first, start, step, most)
+            # what is read of an iterator that continues in the next epoch must be used in this one
+            limit = 1 if self._one_shot else limit
+            batches = self._sharder.begin(batches, self._history, epoch, first, start, step, limit)
         return batches, first
 
     def _reopened(self, epoch: int) -> Iterator[Any]:
@@ -521,6 +588,11 @@ class IterableStream:
 
     def close(self) -> None:
         """Do nothing: there are no workers."""
+
+
+def _any_changed(world: World, changed: bool) -> bool:
+    """Whether a length has changed on any process. Collective."""
+    return any(world.exchange(changed))
 
 
 def _explained(batches: Iterator[Any]) -> Iterator[Any]:
@@ -561,14 +633,3 @@ def _knows_processes(sampler: Any, depth: int = 4) -> bool:
         return sampler is not None
     inside = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
     return depth > 0 and any(_knows_processes(each, depth - 1) for each in inside)
-
-
-def length_of(source: Any) -> int | None:
-    """What `len()` returns for a loader or a dataset; `None` if it has no length."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
-    except Exception as error:  # a __len__ that raises must not look like a stream without a length
-        warn(f"len() of {type(source).__name__} failed ({error!r}); treating its length as unknown.")
-        return None

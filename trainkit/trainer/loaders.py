@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice, warn
@@ -65,7 +65,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
     notice_few_workers(source, run.strategy.device.type)
     limit = arguments.limit_train_batches
     assert limit is not None
-    loader.limit = _limit(loader, limit, "limit_train_batches")
+    _set_limits(loader, [limit], "limit_train_batches")
     run.train_loader = loader
     run.begin_accumulation()
     return loader
@@ -156,9 +156,20 @@ def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: boo
     if sanity:
         steps = run.arguments.num_sanity_val_steps
         limits.append(1.0 if steps is None or steps == -1 else steps)
-    counts = [_limit(loader, limit, argument) for limit in limits]
-    loader.limit = min((count for count in counts if count is not None), default=None)
+    _set_limits(loader, limits, argument)
     return loader
+
+
+def _set_limits(loader: PreparedLoader, limits: Sequence[int | float], argument: str) -> None:
+    """Let a loader end at the smallest of the limits, also when its length changes."""
+
+    def set_limits() -> None:
+        loader.limit = loader.micro_limit = None  # so that `length` is that of the whole epoch
+        counts = [_limit(loader, limit, argument) for limit in limits]
+        loader.limit = min((count for count in counts if count is not None), default=None)
+
+    set_limits()
+    loader.limits = set_limits
 
 
 def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | None:
@@ -167,7 +178,6 @@ def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | N
     A fraction counts the micro-batches of all processes, so that it is the same data on any number of processes.
     """
     if isinstance(limit, float) and 0.0 < limit < 1.0:
-        loader.micro_limit = None  # so that micro_batches counts the whole epoch
         loader.micro_limit = limited(loader.micro_batches, limit, argument)
         return None
     count = limited(loader.length, limit, argument)

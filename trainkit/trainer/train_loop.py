@@ -13,6 +13,7 @@ finish_epoch:           on_train_epoch_end; save
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.padding_steps import without_data
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
-from trainkit.trainer.setup import refresh_validation
+from trainkit.trainer.setup import refresh_validation, validate_every
 from trainkit.trainer.step_outputs import check_loss, detached, loss_in
 
 if TYPE_CHECKING:
@@ -104,7 +105,10 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     if progress.phase is not Phase.STEP and finish_step(run, plan):
         return
     window, complete, exhausted = OpenWindow(learned=progress.epoch_start > 0), False, False
-    for micro in plan.micro_batches(progress.current_epoch, progress.epoch_start):
+    micro_batches = plan.micro_batches(progress.current_epoch, progress.epoch_start)
+    if plan.loader.length_changes:
+        plan = replace(plan, validate_every=validate_every(run, plan.loader))
+    for micro in micro_batches:
         if micro.batch is None:
             micro = without_data(plan, micro)
         outputs = run_micro_batch(run, plan, micro, window)
