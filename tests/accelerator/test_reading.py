@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, skip_first_batches
+from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
 
 
@@ -322,3 +323,11 @@ def test_skip_first_batches() -> None:
     for odd in (-1, 1.5, True):
         with pytest.raises(ConfigurationError, match="num_batches must be an integer ≥ 0"):
             accelerator.skip_first_batches(loader, odd)
+
+
+def test_a_loader_without_a_batch() -> None:
+    """It is read, and a warning says why nothing comes."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(3)), 4, drop_last=True))
+    with pytest.warns(TrainkitWarning, match="its 3 samples do not fill one batch of 4, and drop_last=True drops the rest"):
+        assert list(loader) == []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.data.dealt import Alike, joined, prepared, read
 from helpers.data.samples import (
     Drawing,
     DrawingStream,
@@ -20,10 +21,14 @@ from helpers.data.samples import (
     same,
     whole_epoch,
 )
+from helpers.runs.trainers import make_trainer
+from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
-from trainkit import Accelerator, CombinedLoader, Trainer, TrainModule
+from trainkit import Accelerator, Callback, CombinedLoader, Trainer, TrainModule
+from trainkit.console import TrainkitWarning
 from trainkit.data import PreparedLoader
 from trainkit.errors import DataError
 from trainkit.micro_batch import MicroBatch
@@ -436,3 +441,116 @@ def test_loaders_that_are_read_side_by_side_are_not_alike() -> None:
     pairs = list(zip(first, second, strict=True))
     assert ids([a for a, _ in pairs]) != ids([b for _, b in pairs])
     assert not any(same(a["batch"], b["batch"]) for a, b in pairs)
+
+
+# ----------------------------------------------------------------------------------------------- lengths that change
+
+
+class Growing(Drawing):
+    """Has 8 samples, and 4 more in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.length = 8 + 4 * epoch
+
+
+def grow_in_a_hook(dataset: Drawing) -> Callback:
+    callback = Callback()
+    callback.on_train_epoch_start = lambda trainer, module: setattr(dataset, "length", 8 + 4 * trainer.current_epoch)  # type: ignore[method-assign]
+    return callback
+
+
+@pytest.mark.parametrize("limit, batches", [(1.0, [4, 6, 8]), (0.5, [2, 3, 4]), (5, [4, 5, 5])])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("hook", [True, False])
+def test_a_dataset_that_grows(hook: bool, workers: int, limit: Any, batches: list[int]) -> None:
+    """Its length, and what limits and intervals make of it, is that at the start of each epoch, in workers that last too."""
+    dataset = Drawing(8) if hook else Growing(8)
+    loader = DataLoader(dataset, batch_size=2, shuffle=True, num_workers=workers, persistent_workers=workers > 0)
+    recorder = Epochs()
+    trainer = make_trainer(
+        *([grow_in_a_hook(dataset), recorder] if hook else [recorder]),
+        accelerator="cpu",
+        max_epochs=3,
+        limit_train_batches=limit,
+        val_check_interval=0.5,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(Counting(), loader, [torch.zeros(1, 4)])
+    assert recorder.batches == batches
+    ends = [max(1, count // 2) for count in batches]
+    assert recorder.validations == [count // end for count, end in zip(batches, ends, strict=True)]
+
+
+class Epochs(Callback):
+    """Counts the training batches and the validations of each epoch."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.validations: list[int] = []
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.batches.append(0)
+        self.validations.append(0)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches[-1] += 1
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.validations[-1] += 1
+
+
+def growing_on_two() -> list[list[int]]:
+    """The samples of each epoch of an own loop; only the dataset of rank 1 grows by itself, as after a hook on one rank."""
+    dataset = Drawing(8)
+    loader = prepared(DataLoader(dataset, batch_size=2, shuffle=True), joined())
+    found = []
+    for epoch in range(3):
+        dataset.length = 8 + 4 * epoch
+        found.append([number for one in read(loader, epoch) for number in one.ids])
+    return found
+
+
+def test_a_dataset_that_grows_on_two_processes() -> None:
+    first, second = run_world(2, growing_on_two)
+    for epoch in range(3):
+        assert sorted(first[epoch] + second[epoch]) == list(range(8 + 4 * epoch))
+
+
+def test_a_list_that_grows() -> None:
+    batches = [torch.zeros(1)] * 3
+    loader = prepare(batches)
+    assert len(list(loader)) == 3
+    batches.append(torch.zeros(1))
+    assert (len(list(loader)), len(loader)) == (4, 4)
+
+
+def test_a_sampler_whose_length_raises() -> None:
+    """As the batch sampler of PyG that does not know it: the length is unknown, with one warning."""
+
+    class Unknown:
+        def __len__(self) -> int:
+            raise ValueError("the number of steps is ambiguous")
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[0, 1], [2, 3]])
+
+    module = Counting()
+    with pytest.warns(TrainkitWarning, match=r"len\(\) of Unknown failed") as caught:
+        fit(module, DataLoader(Drawing(4), batch_sampler=Unknown()))
+    assert len(module.trained) == 4
+    assert len(caught) == 1
+
+
+def test_samplers_of_torchdata() -> None:
+    """The samplers of torchdata's StatefulDataLoader only add a state, which is not needed: they count as torch's."""
+    sampler = type(
+        "DistributedSampler",
+        (DistributedSampler,),
+        {"__iter__": lambda self: iter(()), "__module__": "torchdata.stateful_dataloader.sampler"},
+    )
+    own = sampler(Drawing(23), num_replicas=2, rank=0, shuffle=False)
+    parts = [
+        [number for one in read(prepared(DataLoader(Drawing(23), 2, sampler=own), Alike(rank, 2))) for number in one.ids]
+        for rank in range(2)
+    ]
+    assert sorted(parts[0] + parts[1]) == list(range(23)), "nothing is repeated"

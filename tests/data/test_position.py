@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from itertools import islice
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import count, islice, repeat
 from typing import Any
 
 import pytest
+import torch
 from helpers.data.samples import Drawing, collate_and_draw, prepare, same, whole_epoch
+from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from trainkit import CombinedLoader
@@ -212,3 +217,114 @@ def test_a_state_that_lies_in_workers_is_not_read(caplog: pytest.LogCaptureFixtu
     assert not history.active
     assert history.begin(3) == 0
     assert "its state lies in worker processes; it can be kept with num_workers=0" in caplog.text
+
+
+# --------------------------------------------------------------------------------------- whether it continues where it was
+
+
+class Buffered:
+    """Shuffles 40 numbers through a buffer of 10, with a seed, and has a state without the content of the buffer.
+
+    Like an `IterableDataset` of Hugging Face's `datasets`: what is read next is known, and the buffer is filled again.
+    """
+
+    def __init__(self, seeds: Iterator[int] | None = None) -> None:
+        self.seeds, self.next = repeat(5) if seeds is None else seeds, 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        shuffle, buffer = random.Random(next(self.seeds)), []
+        while self.next < 40 or buffer:
+            while self.next < 40 and len(buffer) < 10:
+                buffer.append(self.next)
+                self.next += 1
+            yield torch.tensor([buffer.pop(shuffle.randrange(len(buffer)))])
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Shuffled:
+    """Shuffles without a state."""
+
+    def __init__(self, seeds: Iterator[int]) -> None:
+        self.seeds = seeds
+
+    def __iter__(self) -> Iterator[Tensor]:
+        numbers = list(range(40))
+        random.Random(next(self.seeds)).shuffle(numbers)
+        return (torch.tensor([number]) for number in numbers)
+
+
+class Exact(Buffered):
+    """Its state has the buffer, and the state of its generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shuffle, self.buffer = random.Random(5), list[int]()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        while self.next < 40 or self.buffer:
+            while self.next < 40 and len(self.buffer) < 10:
+                self.buffer.append(self.next)
+                self.next += 1
+            yield torch.tensor([self.buffer.pop(self.shuffle.randrange(len(self.buffer)))])
+        self.next = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "buffer": self.buffer, "generator": self.shuffle.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.buffer = state["next"], list(state["buffer"])
+        self.shuffle.setstate(state["generator"])
+
+
+@pytest.mark.parametrize(
+    "make, lost, text",
+    [
+        (lambda others: Exact(), 0, ""),
+        (
+            lambda others: Buffered(),
+            0,
+            "did not continue where its state_dict was saved, so the epoch was read from its beginning: 17 batches",
+        ),
+        (lambda others: Shuffled(repeat(3)), 0, "cannot start in the middle"),
+        (Buffered, None, "batch 17 of the epoch is another one than it was then"),
+        (Shuffled, None, "batch 17 of the epoch is another one than it was then"),
+    ],
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_resumed_stream_is_compared(
+    make: Callable[[Iterator[int]], Any], lost: int | None, text: str, epoch: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the state is not exact, the epoch is read from its beginning; where that is not exact either, a warning says so."""
+    others = count()  # as a generator without a seed: each iteration is another one
+    first, second = prepare(make(others), window=1), prepare(make(others), window=1)
+    for _ in range(epoch):
+        list(first)
+    before = [int(batch) for batch in islice(first, 17)]
+    place = first.state_dict()
+    caplog.clear()
+    second.load_state_dict(place)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        after = [int(batch) for batch in second]
+    assert len(before) + len(after) == 40
+    assert lost is None or sorted(before + after) == list(range(40))
+    told = caplog.text + " ".join(str(one.message) for one in caught)
+    assert text in told
+    assert bool(caught) == (lost is None)
+    assert text or "beginning" not in told
+
+
+def test_a_run_that_is_saved_again_where_it_was_resumed() -> None:
+    """It is as good a position as the first one: what is compared is kept."""
+    first, second, third = (prepare(Buffered(), window=1) for _ in range(3))
+    before = [int(batch) for batch in islice(first, 17)]
+    second.load_state_dict(first.state_dict())
+    between = [int(batch) for batch in islice(second, 1)]
+    third.load_state_dict(second.state_dict())
+    assert sorted(before + between + [int(batch) for batch in third]) == list(range(40))

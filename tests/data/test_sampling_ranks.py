@@ -15,7 +15,18 @@ import torch
 from helpers.data.dealt import Alike, as_lists, dealt, global_windows, heard, joined, prepared, read
 from helpers.data.samples import Drawing, collate_and_draw, same
 from helpers.worlds.worlds import run_world
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, Subset, SubsetRandomSampler, random_split
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    random_split,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import TrainkitWarning
@@ -23,6 +34,7 @@ from trainkit.data.order import HASH_SORT_LIMIT, Permutation
 from trainkit.data.sampling import keyed_batches
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
+from trainkit.micro_batch import MicroBatchKind
 from trainkit.rng import Purpose, Stage, mix
 
 SEED, STAGE = 7, int(Stage.TRAIN)
@@ -412,3 +424,85 @@ def unlike(kind: str) -> str:
 def test_loaders_that_differ_are_refused_by_all(kind: str, text: str) -> None:
     for found in run_world(2, unlike, kind):
         assert re.search(text, found), found
+
+
+# ------------------------------------------------------------------------------------------- datasets that are not the same
+
+
+class Noisy(Dataset):
+    """Adds noise from a generator that no one seeds, so that a sample is never the same twice."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index + random.Random().random() / 4])
+
+
+class FailsInTheMiddle(Drawing):
+    def __getitem__(self, index: int) -> Tensor:
+        if index == 11:
+            raise OSError("a broken file")
+        return super().__getitem__(index)
+
+
+def tensors(numbers: Any) -> TensorDataset:
+    return TensorDataset(torch.tensor([[float(number)] for number in numbers]))
+
+
+def unseeded() -> list[int]:
+    numbers = list(range(24))
+    random.Random().shuffle(numbers)
+    return numbers
+
+
+DATASETS: dict[str, Callable[[int], Any]] = {
+    "parts": lambda rank: tensors(range(rank, 24, 2)),
+    "parts of other lengths": lambda rank: tensors(range(rank, 23, 2)),
+    "parts that begin alike": lambda rank: tensors([-1, *range(rank, 24, 2)]),
+    "the whole": lambda rank: tensors(range(24)),
+    "the whole in another order": lambda rank: tensors(unseeded()),
+    "noisy": lambda rank: Noisy(),
+}
+
+
+def datasets(workers: int, window: int | None) -> dict[str, tuple[list[list[int]], str, str]]:
+    """For each kind the samples of two epochs on this rank, the notices, and the warnings."""
+    found = {}
+    for kind, make in DATASETS.items():
+        with heard() as texts, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            source = DataLoader(make(joined().rank), batch_size=2, shuffle=True, num_workers=workers)
+            loader, epochs = prepared(source, joined(), window), []
+            for epoch in (0, 1):
+                given = [micro.batch for micro in loader.iterate(epoch) if micro.kind is MicroBatchKind.DATA]
+                epochs.append(sorted(int(number) for batch in given for number in chain.from_iterable(batch)))
+                if window is None:
+                    loader.end_epoch()
+            loader.close()
+        found[kind] = epochs, " ".join(texts), " ".join(str(one.message) for one in caught)
+    return found
+
+
+@pytest.mark.parametrize("workers, window", [(0, 2), (2, None)])
+def test_datasets_are_compared_by_content(workers: int, window: int | None) -> None:
+    """Parts of one length look like one dataset; each process reads its own to the end, so that no sample is lost."""
+    first, second = run_world(2, datasets, workers, window)
+    for kind, end in (("parts", 24), ("parts of other lengths", 23)):
+        assert first[kind][0] == [list(range(0, end, 2))] * 2
+        assert second[kind][0] == [list(range(1, end, 2))] * 2
+        assert "TensorDataset has different samples on each process" in first[kind][1]
+    assert first["parts that begin alike"][0] == [[-1, *range(0, 24, 2)]] * 2
+    for kind, length in (("the whole", 24), ("noisy", 23)):
+        for epoch in (0, 1):
+            assert sorted(first[kind][0][epoch] + second[kind][0][epoch]) == list(range(length)), "sharded, each sample once"
+        assert "different samples" not in first[kind][1]
+    assert first["the whole in another order"][0] == second["the whole in another order"][0] == [list(range(24))] * 2
+    assert "each sample is used up to 2 times in an epoch" in first["the whole in another order"][2]
+    assert all(warnings == "" for kind, (*_, warnings) in first.items() if kind != "the whole in another order")
+
+
+def test_a_dataset_whose_samples_cannot_be_compared() -> None:
+    """An error of a sample is not one of the preparation."""
+    loader = prepared(DataLoader(FailsInTheMiddle(23), batch_size=2), Alike(1, 2))
+    assert next(iter(read(loader))).ids == [2, 3]

@@ -16,7 +16,7 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, get_worker_info
 
-from trainkit import CombinedLoader
+from trainkit import Accelerator, CombinedLoader
 from trainkit.data.combined import MODES
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
@@ -176,6 +176,29 @@ def test_a_limit_of_rows_holds_for_each(window: int | None) -> None:
     """A limit holds for the micro-batches of each rank."""
     results = run_world(2, parts, [9, 3], 0, window, 3)
     assert [len([one for one in epoch if not one.padding]) for epoch, *_ in results] == [3, 2]
+
+
+def empty_part(kind: str) -> list[float]:
+    """What an own loop of rank 0 or 1 trains on, of which only rank 0 has data: a stream, or a list of batches."""
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    batches = [torch.tensor([[1.0]]), torch.tensor([[2.0]])] if rank == 0 else []
+    source = batches if kind == "list" else DataLoader(Part([2, 0]), batch_size=1)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), source)
+    found = []
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+            found.append(float(batch))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["list", "stream"])
+def test_a_process_without_a_batch_takes_part_in_an_own_loop(kind: str) -> None:
+    """Its padding is a batch of another process."""
+    first, second = run_world(2, empty_part, kind)
+    assert first == ([1.0, 2.0] * 2 if kind == "list" else [0.0, 1.0] * 2)
+    assert second == [first[0]] * 4
 
 
 # ------------------------------------------------------------------------------------------------- what is read is compared

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.accelerator.accumulation import AccumulationState, CallWindow, Place, Snapshot
 from trainkit.accelerator.skipping import SkippedLoader
-from trainkit.console import with_article
+from trainkit.console import warn, with_article
 from trainkit.data.combined import CombinedLoader
 from trainkit.data.loader_collections import is_plain_list
 from trainkit.data.sources import batch_size_of
@@ -82,6 +82,8 @@ class Reading:
         there is none, unless the loader itself yields one.
         """
         self._marks.pop(loader, None)
+        if loader.length == 0:
+            warn(f"this loader has no batch: {loader.why_empty()}. Nothing is read in this epoch.")
         if self.begin_epoch is not None:
             self.begin_epoch()
         return self._batches(loader, micro_batches)

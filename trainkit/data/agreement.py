@@ -16,12 +16,12 @@ from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.rng import RandomState
 
-__all__ = ["Parts", "parts_of", "unchanged"]
+__all__ = ["OwnParts", "parts_of", "unchanged"]
 
 _ENDS = 64  # indices at each end of a subset that are compared
 
 
-class Parts(NamedTuple):
+class OwnParts(NamedTuple):
     """Each process reads its own part of the data.
 
     Attributes:
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
 def parts_of(
     world: World, loader: DataLoader[Any], samples: int | None, length: int | None, order: Any, first: str | None
-) -> Parts | None:
+) -> OwnParts | None:
     """Whether each process reads its own part, else `None`. Collective.
 
     Args:
@@ -56,27 +56,35 @@ def parts_of(
     said = world.exchange([first, facts, _subset(loader.dataset), content])
     lengths = [facts["batches"] for _, facts, *_ in said]
     if any(other[0] != first for other in said):
-        return Parts(lengths, of_dataset=False)
+        return OwnParts(lengths, of_dataset=False)
     if any(subset != said[0][2] for _, _, subset, _ in said):
         raise DataError(
             "each process has different samples in its Subset. If random_split drew them, use the same seed on all processes: "
             "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each process selects its own part, "
             "pass the whole dataset instead: it is sharded over the processes."
         )
-    alike = all(other[1] | {"samples": 0, "batches": 0} == said[0][1] | {"samples": 0, "batches": 0} for other in said)
+    alike = all(_without_lengths(other[1]) == _without_lengths(said[0][1]) for other in said)
     # samples that are random in themselves, from a generator that is not seeded, are other ones when they are fetched again
     if alike and _differ([content for *_, content in said]) and all(world.exchange(_content(loader, samples) == content)):
-        return Parts(lengths, of_dataset=True)
+        return OwnParts(lengths, of_dataset=True)
     if any(other[1] != said[0][1] for other in said):
-        shown = "; ".join(
-            f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in its.items() if value is not None)
-            for rank, (_, its, *_) in enumerate(said)
-        )
-        raise DataError(
-            f"the processes have different loaders ({shown}). Create the same DataLoader over the whole dataset on every "
-            "process: it is sharded over them."
-        )
+        raise _different_loaders([facts for _, facts, *_ in said])
     return None
+
+
+def _without_lengths(facts: dict[str, Any]) -> dict[str, Any]:
+    return {**facts, "samples": None, "batches": None}
+
+
+def _different_loaders(facts: list[dict[str, Any]]) -> DataError:
+    shown = "; ".join(
+        f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in its.items() if value is not None)
+        for rank, its in enumerate(facts)
+    )
+    return DataError(
+        f"the processes have different loaders ({shown}). Create the same DataLoader over the whole dataset on every "
+        "process: it is sharded over them."
+    )
 
 
 def _differ(contents: list[Any]) -> bool:

@@ -239,10 +239,7 @@ class CombinedStream:
         """See `trainkit.data.stream.Stream`."""
         mode = self._loader.mode
         if step > 1:
-            shortest = [stream.length for stream in self._streams] if mode == "min_size" else []
-            most = min((end for end in [limit, *shortest] if end is not None), default=None)
-            for stream in self._streams:  # now: later each process would reach it at a different moment, or never
-                stream.prime(epoch, 0 if mode == "sequential" else start, most, turn, step)
+            self._prime(epoch, start, limit, turn, step)
         # lengths are known only now, if each process has its own part of a stream
         ends = [end for end in (limit, _end_of(mode, [stream.length for stream in self._streams])) if end is not None]
         end = min(ends, default=None)
@@ -259,6 +256,13 @@ class CombinedStream:
         else:
             batches = self._sharded_sequential(epoch, start + turn, end, step)
         return batches if end is None else islice(batches, len(range(start + turn, end, step)))
+
+    def _prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
+        """Run the collectives of all streams now: later each process would reach them at a different moment, or never."""
+        lengths = [stream.length for stream in self._streams] if self._loader.mode == "min_size" else []
+        end = min((each for each in (limit, *lengths) if each is not None), default=None)
+        for stream in self._streams:
+            stream.prime(epoch, 0 if self._loader.mode == "sequential" else start, end, turn, step)
 
     def spare(self, epoch: int) -> Any:
         """See `trainkit.data.stream.Stream`."""

@@ -14,7 +14,7 @@ from trainkit.data.assembling import BatchPadding, concatenated_groups, each_joi
 from trainkit.data.combined import CombinedLoader, CombinedStream
 from trainkit.data.position import Positions, Reader
 from trainkit.data.prefetch import to_device
-from trainkit.data.shared_window import Piece, collected, planned
+from trainkit.data.shared_window import Piece, SharedWindow, collected, planned
 from trainkit.data.stream import Stream, open_stream
 from trainkit.data.window import windows
 from trainkit.distributed.world import World
@@ -323,11 +323,7 @@ class PreparedLoader(Positions):
             items = self._ahead(items, self._loads(lambda piece, _: self._transferred(piece)), start=0)
         for piece in items:
             shared = piece.shared
-            if not shared.agree(world):
-                raise self.different_streams()
-            if shared.per_rank == 0:
-                if self._stream.splits:  # otherwise each window has been compared
-                    self.end_epoch()
+            if not self._agree(shared):
                 break
             index = start + piece.index
             if piece.first:
@@ -347,6 +343,14 @@ class PreparedLoader(Positions):
                 seed_generators(keys(begin + (index - start) * world.size + world.rank), self.generators)
                 batch = self._batch_without_data()
                 yield shared.micro_batch(batch, without_data, place, 0.0, final, world.size)
+
+    def _agree(self, shared: SharedWindow) -> bool:
+        """Exchange what all ranks know of a window; returns whether it has micro-batches, or else the epoch has ended."""
+        if not shared.agree(self._world):
+            raise self.different_streams()
+        if shared.per_rank == 0 and self._stream.splits:  # otherwise each window has been compared
+            self.end_epoch()
+        return shared.per_rank > 0
 
     def _batch_of(self, piece: Piece, keys: KeyStream) -> Any:
         """The batch of a piece on the device, with the generators seeded for its forward."""
@@ -383,6 +387,14 @@ class PreparedLoader(Positions):
             taken=taken,
             chain=self.chain,
         )
+
+    def why_empty(self) -> str:
+        """Why an epoch of length 0 has no batch."""
+        samples = self._stream.samples
+        if not samples:
+            return "its dataset is empty"
+        size = getattr(self.source, "batch_size", None)
+        return f"its {samples} samples do not fill one batch of {size}, and drop_last=True drops the rest"
 
     def chain(self) -> int | None:
         """A number that is equal on all ranks after the same rows, as they read the same stream; `None`: it tells nothing."""

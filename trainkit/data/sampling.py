@@ -50,6 +50,8 @@ Draw = Callable[[int, int, int], Generator[Any, None, int]]
 _AT_A_TIME = 4096  # positions of the order that are computed together
 _ONE_PROCESS = World()
 
+_TORCHDATA = "torchdata.stateful_dataloader.sampler"
+
 CYCLE = 1 << 32
 """Cycle c of a loader within epoch e is its epoch e + c·CYCLE: a different order, but the same one in every run."""
 
@@ -219,8 +221,8 @@ def keyed_batches(
     Raises:
         DataError: The loaders differ between processes.
     """
-    batch_sampler = loader.batch_sampler
-    if batch_sampler is not None and type(batch_sampler) is not BatchSampler:
+    batch_sampler: Any = loader.batch_sampler
+    if batch_sampler is not None and _torch_class(batch_sampler) is not BatchSampler:
         draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
         name = type(batch_sampler).__name__
         batches = KeyedBatches(draw, length_of(batch_sampler), None, seed, stage, exact=False, name=name)
@@ -240,7 +242,7 @@ def keyed_batches(
         samples = len(loader.dataset) if samples is None else samples  # type: ignore[arg-type]
         draw = _ordered(samples, dropped, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
     length, sizes = _arithmetic(None if samples is None else samples - dropped, 1 if size is None else size, drop_last)
-    exact = shuffle is not None or type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    exact = shuffle is not None or _torch_class(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     name = type(sampler).__name__
     batches = KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact, name)
     return _agreed(batches, world, sampler, loader, None if shuffle is None else {"shuffle": shuffle, "seed": seed_of_order})
@@ -250,7 +252,7 @@ def is_distributed(sampler: Any) -> bool:
     """Whether a sampler shards as torch's `DistributedSampler` does, or is of a class derived from it."""
     kind = type(sampler)
     own = (DistributedSampler.__iter__, DistributedSampler.__len__)
-    return isinstance(sampler, DistributedSampler) and (kind.__iter__, kind.__len__) == own
+    return isinstance(sampler, DistributedSampler) and ((kind.__iter__, kind.__len__) == own or kind.__module__ == _TORCHDATA)
 
 
 def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoader[Any], order: Any) -> KeyedBatches:
@@ -320,9 +322,15 @@ def _warn_of_replicas(sampler: DistributedSampler[Any], samples: int, processes:
     )
 
 
+def _torch_class(sampler: Any) -> type:
+    """The class of a sampler; for those of torchdata's StatefulDataLoader the class of torch that they add a state to."""
+    kind = type(sampler)
+    return getattr(torch.utils.data, kind.__name__, kind) if kind.__module__ == _TORCHDATA else kind
+
+
 def _shuffles(sampler: Any) -> bool | None:
     """Whether a sampler shuffles all samples; `None` for a custom sampler."""
-    kind = type(sampler)
+    kind = _torch_class(sampler)
     if kind is SequentialSampler:
         return False
     if kind is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
@@ -332,14 +340,15 @@ def _shuffles(sampler: Any) -> bool | None:
     return None
 
 
-def length_of(source: Any) -> int | None:
-    """What `len()` returns for a loader, a dataset or a sampler; `None` if it has no length."""
+def length_of(source: Any, quiet: bool = False) -> int | None:
+    """What `len()` returns for a loader, a dataset or a sampler; `None` if it has no length. `quiet`: without a warning."""
     try:
         return len(source)
     except (TypeError, NotImplementedError):
         return None
     except Exception as error:  # a __len__ that raises must not look like one that is missing
-        warn(f"len() of {type(source).__name__} failed ({error!r}); treating its length as unknown.")
+        if not quiet:
+            warn(f"len() of {type(source).__name__} failed ({error!r}); treating its length as unknown.")
         return None
 
 

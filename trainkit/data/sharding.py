@@ -47,7 +47,7 @@ class StreamSharder:
         splits: each process has its own stream, whose batch i is number i·W + rank of all; the process reads all of it.
         counted: number of batches in the last epoch that was read to its end.
         record: what this process has read of the epoch, by content.
-        spare: the first batch that was read, until this process has one of its own.
+        spare: the first batch that was read, until this process has one of its own; see `padding`.
         ended: nothing is left to read of the epoch.
     """
 
@@ -71,6 +71,7 @@ class StreamSharder:
         self.splits = False
         self.counted = 0
         self.spare: Any = None
+        self._lent: Any = None
         self.ended = False
 
     @classmethod
@@ -92,6 +93,11 @@ class StreamSharder:
         """Set the stated lengths, after they have changed; arguments as of the constructor. Collective."""
         self._own, self._samples, self._stated = own, samples, self._agreed(own)
         self._said_where_it_ends = False
+
+    @property
+    def padding(self) -> Any:
+        """A batch for a process that has none of its own: the first one that was read, or one of another process."""
+        return self._lent if self.spare is None else self.spare
 
     @property
     def sized(self) -> bool:
@@ -122,7 +128,8 @@ class StreamSharder:
         places = sorted({len(batches) * place // _LIST for place in range(_LIST)} | {len(batches) - 1}) if batches else []
         for place in places:
             self.record.add_samples(batches[place])
-        self._decide([digest(batches[place]) for place in places] + [str(len(batches))])
+        found = self._decide([digest(batches[place]) for place in places] + [str(len(batches))])
+        self._share([len(theirs) > 1 for theirs in found], batches[:1])
 
     def reads(
         self, first: int, limit: int | None, turn: int, step: int, splits: bool | None = None, extra: int = 0
@@ -176,26 +183,38 @@ class StreamSharder:
             self.record.begin()
             for batch in head:
                 self.record.add_samples(batch)
-        self._decide([None if batch is None else digest(batch) for batch in head])
+        found = self._decide([None if batch is None else digest(batch) for batch in head])
+        self._share([bool(theirs) for theirs in found], head)
         return batches
 
-    def _decide(self, digests: Sequence[str | None]) -> None:
+    def _share(self, has: list[bool], head: Sequence[Any]) -> None:
+        """Give a batch of the first process that has one to those that have none, for the steps of the others. Collective."""
+        if any(has) and not all(has):
+            batch = self._world.broadcast_user_object(head[0] if head else None, has.index(True))
+            self._lent = None if head else batch
+
+    def _decide(self, digests: Sequence[str | None]) -> list[list[str | None]]:
         """Determine from the digests of some batches whether each process has its own stream. Collective.
 
         A batch that is `None` says nothing, and equal batches do not contradict earlier ones that differed.
+
+        Returns:
+            The digests of all processes.
         """
         found = self._world.exchange([list(digests), None if self._decided else self.record.sketch()])
-        differ = known = False
-        for place in range(max(len(theirs) for theirs, _ in found)):
-            column = {theirs[place] if place < len(theirs) else _END for theirs, _ in found} - {None}
-            known, differ = known or bool(column), differ or len(column) > 1
+        read = [theirs for theirs, _ in found]
+        columns = [
+            {theirs[place] if place < len(theirs) else _END for theirs in read} - {None} for place in range(max(map(len, read)))
+        ]
+        differ = any(len(column) > 1 for column in columns)
         if differ and self._decided and not self.splits:
             raise self.different_streams()
-        if known and not self._decided:
+        if any(columns) and not self._decided:
             self._decided, self.splits = True, differ
-            self._tell(max(len(theirs) for theirs, _ in found))
+            self._tell(len(columns))
             if differ:
                 self._warn_of_overlap([sketch for _, sketch in found])
+        return read
 
     def _tell(self, compared: int) -> None:
         """Print a notice of how the stream is sharded."""

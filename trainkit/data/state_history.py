@@ -107,21 +107,12 @@ class StateHistory:
         """An iteration begins at batch `start`; returns the number of the batch from which the iterable now reads."""
         resumed, self._waiting = self._waiting, None
         self.at_end, self.resumed, self._origin = False, None, None
-        if resumed is not None:
-            state = copy.deepcopy(resumed.state)
-            ended = isinstance(state, Mapping) and set(state) == {_AFTER_END}
-            if self.active and state is not None and (resumed.batches == start or (ended and start == 0)):
-                # 0: the next epoch; nothing was left to do in that one
-                self.at_end = ended and start > 0
-                self._fresh = self._state()
-                if start and not ended:
-                    self.resumed, self._origin = resumed, resumed.origin
-                    if resumed.before is not None:  # read the last batch again, and compare it
-                        start, state = resumed.before[0], copy.deepcopy(resumed.before[1])
-                self._owner.load_state_dict(state[_AFTER_END] if ended else state)
-                return start
-            if resumed.batches == start:
-                self.resumed = resumed
+        ended = resumed is not None and isinstance(resumed.state, Mapping) and set(resumed.state) == {_AFTER_END}
+        if resumed is not None and resumed.batches == start and not ended:
+            self.resumed = resumed
+        # at the start of the next epoch: nothing was left to do in that one
+        if resumed is not None and self._has_state(resumed) and (resumed.batches == start or (ended and start == 0)):
+            return self._restore(resumed, start, ended)
         if start:
             why = "its state lies in worker processes; it can be kept with num_workers=0" if self._unreadable else ""
             why = why or ("the checkpoint has no state of it" if self.active else "it has no state_dict")
@@ -130,6 +121,19 @@ class StateHistory:
                 f"{counted(start, 'batch')}."
             )
         return 0
+
+    def _has_state(self, resumed: Resumption) -> bool:
+        return self.active and resumed.state is not None
+
+    def _restore(self, resumed: Resumption, start: int, ended: bool) -> int:
+        """Restore a state; returns the number of the batch from which the iterable now reads."""
+        state = copy.deepcopy(resumed.state)
+        self.at_end = ended and start > 0
+        self._fresh, self._origin = self._state(), resumed.origin
+        if start and not ended and resumed.before is not None:  # the last batch is read again, and compared
+            start, state = resumed.before[0], copy.deepcopy(resumed.before[1])
+        self._owner.load_state_dict(state[_AFTER_END] if ended else state)
+        return start
 
     def restart(self) -> None:
         """Restore the state at the beginning of the epoch, to read it from there."""

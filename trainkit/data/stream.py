@@ -209,10 +209,10 @@ class LoaderStream:
         return self._sharder.length if self._batches is None else self._batches.length
 
     def _stated_lengths(self) -> tuple[int | None, int | None]:
-        """Number of samples, and of batches or samples of an epoch, as the user's dataset and samplers state them."""
+        """Number of samples, and of batches or samples of an epoch, as the user's dataset and samplers state them now."""
         source = self._source
         counts = source if self._iterable else source.sampler if source.batch_sampler is None else source.batch_sampler
-        return length_of(source.dataset), length_of(counts)
+        return length_of(source.dataset, quiet=True), length_of(counts, quiet=True)
 
     def measure(self, epoch: int) -> bool:
         """See `Stream`."""
@@ -297,7 +297,7 @@ class LoaderStream:
 
     def spare(self, epoch: int) -> Any:
         """See `Stream`."""
-        return self._sharder.spare if self._iterable else next(self.batches(epoch, 0, 1), None)
+        return self._sharder.padding if self._iterable else next(self.batches(epoch, 0, 1), None)
 
     def _begin(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> tuple[Any, Iterator[Any], int]:
         """An iterator over the copy of the loader, its batches, and the number of the first of them."""
@@ -554,7 +554,7 @@ class IterableStream:
 
     def spare(self, epoch: int) -> Any:
         """See `Stream`."""
-        return self._sharder.spare
+        return self._sharder.padding
 
     def _begin(self, epoch: int, start: int, limit: int | None, step: int) -> tuple[Iterator[Any], int]:
         """The batches, and the number of the first of them."""

@@ -59,7 +59,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
         run.train_metrics.count = lambda batch: run.accelerator.accumulation.current.weight or 0.0
     elif loader.samples is not None:
         run.train_metrics.count = lambda batch: loader.samples or 0  # without the padding
-    _refuse_empty(loader, source, "training")
+    _refuse_empty(loader, "training")
     notice_overfitting(run, source)
     notice_iterator(run, source)
     notice_few_workers(source, run.strategy.device.type)
@@ -146,7 +146,7 @@ def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: boo
         pads=run.strategy.shards_parameters,
         **_transfer(run, stage, index),
     )
-    _refuse_empty(loader, source, name)
+    _refuse_empty(loader, name)
     if not sanity and not _overfits(run, name):
         limit, length = getattr(run.arguments, f"limit_{short}_batches"), loader.length
         whole = limit == 1.0 if isinstance(limit, float) else length is not None and limit >= length
@@ -224,16 +224,9 @@ def _refuse_second_accumulation(run: Run) -> None:
             )
 
 
-def _refuse_empty(loader: PreparedLoader, source: Any, what: str) -> None:
+def _refuse_empty(loader: PreparedLoader, what: str) -> None:
     if loader.length == 0:
-        dataset = getattr(source, "dataset", None)
-        size = len(dataset) if dataset is not None and hasattr(dataset, "__len__") else 0
-        reason = (
-            f"its {size} samples do not fill one batch of {batch_size_of(source)}, and drop_last=True drops the rest"
-            if size
-            else "its dataset is empty"
-        )
-        raise EmptyLoaderError(f"the {what} loader has no batch: {reason}.")
+        raise EmptyLoaderError(f"the {what} loader has no batch: {loader.why_empty()}.")
 
 
 def _transfer(run: Run, stage: Stage, index: int) -> dict[str, Any]:
