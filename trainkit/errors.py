@@ -56,6 +56,7 @@ __all__ = [
     "MissingPackageError",
     "ModuleError",
     "NonFiniteError",
+    "NotAvailableError",
     "OffloadError",
     "OptimizerError",
     "Preempted",
@@ -91,6 +92,13 @@ class UnsupportedArgumentError(ConfigurationError):
 
 class ModuleError(TrainkitError):
     """The `TrainModule`, `DataModule` or `Callback` of the user cannot work. Change it as the message says."""
+
+
+class NotAvailableError(ModuleError, AttributeError):
+    """A property has no value yet, such as `module.trainer` before a run. Read it where the message says.
+
+    It is an `AttributeError` too, so that tools that look at all attributes (`inspect`, `torch.jit`) pass it by.
+    """
 
 
 class MissingMethodError(ModuleError):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.console import echo
-from trainkit.errors import HookError
+from trainkit.errors import NotAvailableError
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class ProgressBar(Callback):
         """The trainer of the run.
 
         Raises:
-            HookError: No run has begun.
+            NotAvailableError: No run has begun.
         """
         if self._trainer is None:
-            raise HookError(
+            raise NotAvailableError(
                 f"{type(self).__name__}.trainer is not known before a run begins. Fix: read it in a hook, after "
                 "super().setup(trainer, module, stage)"
             )

@@ -26,6 +26,7 @@ from trainkit.errors import (
     HookError,
     MissingMethodError,
     ModuleError,
+    NotAvailableError,
     OptimizerError,
     TrainkitError,
 )
@@ -211,7 +212,7 @@ def test_the_data_of_an_earlier_run_is_not_that_of_this_one(verb: str) -> None:
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
 def test_nothing_has_been_run_yet(verb: str) -> None:
-    message, _ = refused(ModuleError, lambda trainer: getattr(trainer, verb)(dataloaders=tiny_loader()))
+    message, _ = refused(NotAvailableError, lambda trainer: getattr(trainer, verb)(dataloaders=tiny_loader()))
     assert "this Trainer has run no module yet. Call trainer.fit(module)" in message
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.console import echo
-from trainkit.errors import ModuleError
+from trainkit.errors import NotAvailableError
 
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
@@ -24,14 +24,27 @@ class AttachedModule(nn.Module):
     device_mesh: None = None
     _trainer: Trainer | None = None
 
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            modules = self.__dict__.get("_modules")
+            if modules is not None and name in modules:  # the usual case in a step, without another call
+                return modules[name]
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if isinstance(getattr(type(self), name, None), property):
+                    return object.__getattribute__(self, name)  # it has raised an AttributeError: show that
+                raise
+
     @property
     def trainer(self) -> Trainer:
-        """The trainer that runs this module; before the first run, a `ModuleError`.
+        """The trainer that runs this module; before the first run, a `NotAvailableError`.
 
         Assign it only in tests of your module: a run sets it.
         """
         if self._trainer is None:
-            raise ModuleError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
+            raise NotAvailableError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
         return self._trainer
 
     @trainer.setter

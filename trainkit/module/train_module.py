@@ -376,4 +376,7 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
         raise MissingMethodError(f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ...")
 
 
+# torch.jit.script compiles the other properties of a module.
+TrainModule.__jit_unused_properties__ = [name for name in dir(TrainModule) if isinstance(getattr(TrainModule, name), property)]  # type: ignore[attr-defined]
+
 LightningModule = TrainModule

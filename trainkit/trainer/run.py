@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainkit.accelerator import Accelerator
 from trainkit.accelerator.compiled import CompiledModules
-from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.errors import ConfigurationError, NotAvailableError
 from trainkit.hooks.table import HookTable
 from trainkit.loggers.logged_values import take_step
 from trainkit.metrics.results import MetricResults, as_tensors
@@ -230,10 +230,10 @@ class Run:
         """The user's module.
 
         Raises:
-            ModuleError: nothing has been run yet.
+            NotAvailableError: nothing has been run yet.
         """
         if self.given_module is None:
-            raise ModuleError("this Trainer has run no module yet. Call trainer.fit(module).")
+            raise NotAvailableError("this Trainer has run no module yet. Call trainer.fit(module).")
         return self.given_module
 
     @property

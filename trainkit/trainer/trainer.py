@@ -18,7 +18,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
 from trainkit.console import echo, notice
 from trainkit.data.sources import as_passed
-from trainkit.errors import ConfigurationError, ModuleError, nearest
+from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
 from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
@@ -678,7 +678,7 @@ class Trainer:
         """The user's module, under Lightning's name; `model` is the same.
 
         Raises:
-            ModuleError: Nothing has been run yet.
+            NotAvailableError: Nothing has been run yet.
         """
         return self._run.module
 
@@ -868,7 +868,7 @@ class Trainer:
         """Which samples of the current batch are real, see `TrainModule.sample_mask`.
 
         Raises:
-            ModuleError: There is no current batch.
+            NotAvailableError: There is no current batch.
         """
         run = self._run
         loader = run.train_loader if run.evaluation_plan is None and self.stage == "fit" else None
@@ -876,7 +876,9 @@ class Trainer:
             return loader.sample_mask
         batch = run.metrics.batch if self.stage is not None else None
         if batch is None:
-            raise ModuleError("self.sample_mask belongs to the current batch, and there is none. Use it in training_step.")
+            raise NotAvailableError(
+                "self.sample_mask belongs to the current batch, and there is none. Use it in training_step."
+            )
         return torch.ones(batch_size(batch), dtype=torch.bool, device=self.device)
 
     @property
@@ -994,10 +996,10 @@ class Trainer:
         Read it in `configure_optimizers`.
 
         Raises:
-            ModuleError: Read before the training loader is known.
+            NotAvailableError: Read before the training loader is known.
         """
         if self._run.train_loader is None:
-            raise ModuleError(
+            raise NotAvailableError(
                 "estimated_stepping_batches is not known yet: the training loader is created after setup. Read it in "
                 "configure_optimizers: OneCycleLR(optimizer, 0.1, total_steps=self.trainer.estimated_stepping_batches)"
             )
@@ -1033,7 +1035,8 @@ class Trainer:
     @property
     def _save_policy(self) -> SavePolicy:
         """What saves the checkpoints of the fit; it exists from the start of a fit on."""
-        assert self._run.save_policy is not None
+        if self._run.save_policy is None:
+            raise NotAvailableError("this Trainer saves checkpoints only in a fit. Call trainer.fit(module) first.")
         return self._run.save_policy
 
     def _save_policy_for(self, weights_only: bool) -> SavePolicy:

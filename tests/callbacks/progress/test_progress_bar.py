@@ -8,7 +8,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 
 from trainkit.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
-from trainkit.errors import HookError
+from trainkit.errors import NotAvailableError
 
 
 class Percent(ProgressBar):
@@ -55,7 +55,7 @@ def test_a_bar_of_a_user(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_it_knows_in_each_stage(trainer: Any, module: Any) -> None:
     bar = ProgressBar()
-    with pytest.raises(HookError, match=r"Fix: read it in a hook"):
+    with pytest.raises(NotAvailableError, match=r"Fix: read it in a hook"):
         _ = bar.trainer
     bar.setup(trainer, module, "fit")
     trainer.check_val_every_n_epoch = 2

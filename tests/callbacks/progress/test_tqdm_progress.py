@@ -20,7 +20,7 @@ from tqdm import tqdm
 from trainkit import Trainer
 from trainkit.callbacks import TQDMProgressBar
 from trainkit.callbacks.progress import _staged, tqdm_progress
-from trainkit.errors import ConfigurationError, HookError
+from trainkit.errors import ConfigurationError, NotAvailableError
 
 
 class Terminal:
@@ -572,7 +572,7 @@ def test_texts_of_a_subclass_in_lines(make_trainer, capsys) -> None:
 
 def test_bars_that_can_be_asked_for(trainer, module, clock, terminal, monkeypatch) -> None:
     callback = TQDMProgressBar()
-    with pytest.raises(HookError, match="not known before a run begins"):
+    with pytest.raises(NotAvailableError, match="not known before a run begins"):
         _ = callback.total_train_batches
     callback.setup(trainer, module, "fit")
     assert (callback.train_progress_bar.n, callback.train_progress_bar.total, callback.val_progress_bar.total) == (0, 10, 2)
