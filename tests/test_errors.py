@@ -22,6 +22,7 @@ TREE = {
     "MetricError": (errors.TrainkitError, ValueError),
     "MissingMetricError": (errors.MetricError,),
     "NonFiniteError": (errors.TrainkitError, ArithmeticError),
+    "NotAvailableError": (errors.ModuleError, AttributeError),
     "TrainingSpikeException": (errors.TrainkitError, RuntimeError),
     "CheckpointError": (errors.TrainkitError,),
     "CheckpointNotFoundError": (errors.CheckpointError,),

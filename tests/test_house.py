@@ -125,6 +125,7 @@ PUBLIC = {
         "MissingPackageError",
         "ModuleError",
         "NonFiniteError",
+        "NotAvailableError",
         "OffloadError",
         "OptimizerError",
         "Preempted",

@@ -6,6 +6,7 @@ TrainkitError
 │   ├── UnknownNameError                 an unknown name; the message has the nearest known one
 │   └── UnsupportedArgumentError         an argument of Lightning's or Accelerate's; names the replacement
 ├── ModuleError                          the user's TrainModule, DataModule or Callback
+│   ├── NotAvailableError (AttributeError)   a property that has no value yet
 │   ├── MissingMethodError               a method that the run needs is missing
 │   ├── HookError                        a hook that is misspelled, removed, or cannot be called
 │   ├── LossError                        what training_step returned cannot be trained on

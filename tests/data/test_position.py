@@ -292,8 +292,8 @@ class Exact(Buffered):
             "did not continue where its state_dict was saved, so the epoch was read from its beginning: 17 batches",
         ),
         (lambda others: Shuffled(repeat(3)), 0, "cannot start in the middle"),
-        (Buffered, None, "batch 17 of the epoch is another one than it was then"),
-        (Shuffled, None, "batch 17 of the epoch is another one than it was then"),
+        (Buffered, None, "batch 17 of the epoch differs from the one that was trained on"),
+        (Shuffled, None, "batch 17 of the epoch differs from the one that was trained on"),
     ],
 )
 @pytest.mark.parametrize("epoch", [0, 1])

@@ -372,9 +372,9 @@ class StreamSharder:
 
     def _warn_of_other_data(self, batches: int) -> None:
         warn(
-            f"{self._name} does not continue where the checkpoint was saved: batch {batches} of the epoch is another one than "
-            f"it was then. Of the data of this epoch, what was in the first {counted(batches, 'batch')} may come again, and as "
-            "much may be left out; the next epoch is not affected. To resume exactly, give its shuffle a seed, such as "
+            f"{self._name} does not continue where the checkpoint was saved: batch {batches} of the epoch differs from the one "
+            f"that was trained on. In this epoch, data of the first {counted(batches, 'batch')} may be repeated, and as much "
+            "other data may be skipped; the next epoch is not affected. To resume exactly, give its shuffle a seed, such as "
             "shuffle(seed=0) or random.Random(0), or draw from the global generators (torch, numpy, random) in __iter__, which "
             "trainkit seeds.",
             everywhere=self.splits,
