@@ -13,7 +13,7 @@ from helpers.runs.trainers import make_trainer, parameters_of, same
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
-from trainkit.errors import ConfigurationError, TrainkitError
+from trainkit.errors import ConfigurationError, ModuleError, TrainkitError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -220,6 +220,34 @@ def test_clipping() -> None:
     assert parameter.grad.tolist() == pytest.approx([0.6, -0.7], rel=1e-5)
     parameter.grad = torch.tensor([3.0, -4.0])
     assert Strategy("cpu").clip_grad_norm_([parameter], 1.0, norm_type=torch.inf).item() == 4.0
+
+
+def sparse(parameter: nn.Parameter) -> nn.Parameter:
+    """With the gradient [0, 3, -4]; the 3 is stored as 1 + 2, as an embedding leaves it for an index that comes twice."""
+    parameter.grad = torch.sparse_coo_tensor([[1, 1, 2]], [1.0, 2.0, -4.0], (3,), check_invariants=False)
+    return parameter
+
+
+def test_clipping_of_sparse_gradients() -> None:
+    other = nn.Parameter(torch.zeros(1))
+    other.grad = torch.tensor([12.0])
+    parameters = [sparse(nn.Parameter(torch.zeros(3))), other]
+    assert Strategy("cpu").clip_grad_norm_(parameters, 1.3).item() == 13.0
+    assert [one.grad.to_dense().tolist() for one in parameters] == [
+        pytest.approx([0.0, 0.3, -0.4], rel=1e-5),
+        pytest.approx([1.2], rel=1e-5),
+    ]
+    parameters = [sparse(nn.Parameter(torch.zeros(3))), other]
+    Strategy("cpu").clip_grad_value_(parameters, 1.0)
+    assert [one.grad.to_dense().tolist() for one in parameters] == [[0.0, 1.0, -1.0], [1.0]]
+
+
+def test_complex_gradients_are_clipped_by_norm_only() -> None:
+    parameter = nn.Parameter(torch.zeros(1, dtype=torch.complex64))
+    parameter.grad = torch.tensor([3.0 + 4.0j])
+    with pytest.raises(ModuleError, match="gradient_clip_algorithm='norm'"):
+        Strategy("cpu").clip_grad_value_([parameter], 1.0)
+    assert Strategy("cpu").clip_grad_norm_([parameter], 1.0).item() == 5.0
 
 
 def test_one_process_is_all_processes() -> None:

@@ -18,7 +18,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, unsharded
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.nested import move
-from trainkit.optim.gradient_norm import total_norm
+from trainkit.optim.gradient_norm import clamp_gradient, total_norm
 from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import PRECISIONS, Precision
@@ -347,7 +347,12 @@ class Strategy(Ranks):
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        listed = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in listed:
+            if parameter.grad is not None and (parameter.grad.is_sparse or parameter.grad.is_complex()):  # torch refuses both
+                parameter.grad = clamp_gradient(parameter.grad, clip_value)
+        dense = [parameter for parameter in listed if parameter.grad is not None and not parameter.grad.is_sparse]
+        torch.nn.utils.clip_grad_value_(dense, clip_value)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """A context in which every process has the module's whole parameters, if they are sharded. Collective.
