@@ -33,17 +33,18 @@ test-docs: $(VENV)/.test ## run the code of the documentation's pages
 	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m docs tests/docs $(ARGS)
 
 test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things happen, one after the other
+	$(RUN) tests/helpers/zero/compile_extensions.py
 	$(PYTEST) -m "(slow or prompt) and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 
-test-fsdp: $(VENV)/.test ## the full grids of FSDPStrategy
-	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m fsdp $(ARGS)
+test-fsdp: $(VENV)/.test ## the grids of FSDPStrategy; ARGS='-m fsdp' for all of them
+	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m "fsdp and not slow" $(ARGS)
 
-test-zero: $(VENV)/.test ## the full grids of ZeRO; compiles a part of DeepSpeed the first time
+test-zero: $(VENV)/.test ## the grids of ZeRO; ARGS='-m zero' for all of them; compiles a part of DeepSpeed the first time
 	$(RUN) tests/helpers/zero/compile_extensions.py
-	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m zero $(ARGS)
+	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m "zero and not slow" $(ARGS)
 
 # Outside of the tree, for all checkouts: see tests/helpers/xla/xla_environment.py. The main environment has a part in some of the tests.
-test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB)
+test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB); ARGS='-m xla' for all of them
 	$(RUN) tests/helpers/xla/xla_environment.py "$(XLA_VENV)"
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
 	  -n $(JOBS) --maxprocesses 4 -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)

@@ -6,8 +6,12 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"  # where `helpers` is imported from
@@ -23,6 +27,18 @@ def without_gloo(printed: str) -> str:
     if "[Gloo]" not in printed:
         return printed
     return "".join(line for line in printed.splitlines(keepends=True) if not _OF_GLOO.fullmatch(line))
+
+
+def covering(*values: Sequence[Any]) -> list[Any]:
+    """All combinations of values, for `pytest.mark.parametrize`; every second one is marked slow.
+
+    Without those, each value remains, and of three or more arguments each pair of values.
+    """
+    found = []
+    for places in product(*(range(len(each)) for each in values)):
+        marks = [pytest.mark.slow] if sum(places) % 2 else []
+        found.append(pytest.param(*(each[place] for each, place in zip(values, places, strict=True)), marks=marks))
+    return found
 
 
 def run_python(

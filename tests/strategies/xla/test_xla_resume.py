@@ -31,9 +31,9 @@ def assert_same_as_uninterrupted(
 @pytest.mark.parametrize(
     "kind, workers, arguments",
     [
-        ("one", (0, 2), {}),
+        pytest.param("one", (0, 2), {}, marks=pytest.mark.slow),
         ("spmd", (0, 2), {"accumulate_grad_batches": 2}),
-        ("fsdp", (2, 0), {}),
+        pytest.param("fsdp", (2, 0), {}, marks=pytest.mark.slow),
         ("mesh", (0,), {"precision": "bf16-mixed"}),
     ],
 )

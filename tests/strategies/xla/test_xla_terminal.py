@@ -63,7 +63,13 @@ FOREIGN = re.compile(
 
 
 @pytest.mark.parametrize(
-    "devices, options", [(1, ""), (4, ""), (4, "fsdp=True"), (4, "fsdp=True, mesh={'data': 2, 'fsdp': 2}")]
+    "devices, options",
+    [
+        (1, ""),
+        pytest.param(4, "", marks=pytest.mark.slow),
+        pytest.param(4, "fsdp=True", marks=pytest.mark.slow),
+        (4, "fsdp=True, mesh={'data': 2, 'fsdp': 2}"),
+    ],
 )
 def test_what_a_script_prints(devices: int, options: str, run_dir: Path) -> None:
     Path("script.py").write_text(SCRIPT.replace("OPTIONS", options))
