@@ -463,6 +463,7 @@ DATASETS: dict[str, Callable[[int], Any]] = {
     "the whole": lambda rank: tensors(range(24)),
     "the whole in another order": lambda rank: tensors(unseeded()),
     "noisy": lambda rank: Noisy(),
+    "sharded by the user": lambda rank: tensors(range(100 * rank, 100 * rank + 24)),
 }
 
 
@@ -472,7 +473,9 @@ def datasets(workers: int, window: int | None) -> dict[str, tuple[list[list[int]
     for kind, make in DATASETS.items():
         with heard() as texts, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            source = DataLoader(make(joined().rank), batch_size=2, shuffle=True, num_workers=workers)
+            dataset = make(joined().rank)
+            order: Any = {"sampler": DistributedSampler(dataset)} if kind == "sharded by the user" else {"shuffle": True}
+            source = DataLoader(dataset, batch_size=2, num_workers=workers, **order)
             loader, epochs = prepared(source, joined(), window), []
             for epoch in (0, 1):
                 given = [micro.batch for micro in loader.iterate(epoch) if micro.kind is MicroBatchKind.DATA]
@@ -499,6 +502,10 @@ def test_datasets_are_compared_by_content(workers: int, window: int | None) -> N
         assert "different samples" not in first[kind][1]
     assert first["the whole in another order"][0] == second["the whole in another order"][0] == [list(range(24))] * 2
     assert "each sample is used up to 2 times in an epoch" in first["the whole in another order"][2]
+    for epoch in (0, 1):  # the dataset of PyTorch's tutorial is random on each process, and its DistributedSampler shards it
+        numbers = first["sharded by the user"][0][epoch] + [number - 100 for number in second["sharded by the user"][0][epoch]]
+        assert sorted(numbers) == list(range(24))
+    assert "different samples" not in first["sharded by the user"][1]
     assert all(warnings == "" for kind, (*_, warnings) in first.items() if kind != "the whole in another order")
 
 

@@ -34,7 +34,13 @@ class OwnParts(NamedTuple):
 
 
 def parts_of(
-    world: World, loader: DataLoader[Any], samples: int | None, length: int | None, order: Any, first: str | None
+    world: World,
+    loader: DataLoader[Any],
+    samples: int | None,
+    length: int | None,
+    order: Any,
+    first: str | None,
+    whole: bool = False,
 ) -> OwnParts | None:
     """Whether each process reads its own part, else `None`. Collective.
 
@@ -45,6 +51,7 @@ def parts_of(
         length: micro-batches of an epoch, if known.
         order: what the order of an epoch depends on; `None` if a sampler of the user decides it.
         first: the digest of the first micro-batch that such a sampler yields.
+        whole: the user's sampler says that the dataset is to be sharded, so its samples are not compared.
 
     Raises:
         DataError: the loaders differ.
@@ -52,7 +59,7 @@ def parts_of(
     if world.size == 1:
         return None
     facts = {"samples": samples, "batch_size": loader.batch_size, "batches": length, "order": order}
-    content = _content(loader, samples)
+    content = None if whole else _content(loader, samples)
     said = world.exchange([first, facts, _subset(loader.dataset), content])
     lengths = [facts["batches"] for _, facts, *_ in said]
     if any(other[0] != first for other in said):

@@ -274,7 +274,7 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
             drawn = batches._draw(0, 0, 1)
             first = digest(next(drawn, None))
             drawn.close()
-    parts = parts_of(world, loader, length_of(loader.dataset), batches.length, order, first)
+    parts = parts_of(world, loader, length_of(loader.dataset), batches.length, order, first, is_distributed(sampler))
     if parts is not None:
         known = [length for length in parts.batches if length is not None]
         batches.splits, batches.exact, batches.sizes = True, False, None
