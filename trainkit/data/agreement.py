@@ -62,25 +62,27 @@ def parts_of(
     content = None if whole else _content(loader, samples)
     said = world.exchange([first, facts, _subset(loader.dataset), content])
     lengths = [facts["batches"] for _, facts, *_ in said]
-    if any(other[0] != first for other in said):
+    firsts, _, subsets, contents = zip(*said, strict=True)
+    if set(firsts) != {first}:
         return OwnParts(lengths, of_dataset=False)
-    if any(subset != said[0][2] for _, _, subset, _ in said):
+    if len(set(subsets)) > 1:
         raise DataError(
             "each process has different samples in its Subset. If random_split drew them, use the same seed on all processes: "
             "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each process selects its own part, "
             "pass the whole dataset instead: it is sharded over the processes."
         )
-    alike = all(_without_lengths(other[1]) == _without_lengths(said[0][1]) for other in said)
+    alike = _equal_but_for_lengths([facts for _, facts, *_ in said])
     # samples that are random in themselves, from a generator that is not seeded, are other ones when they are fetched again
-    if alike and _differ([content for *_, content in said]) and all(world.exchange(_content(loader, samples) == content)):
+    if alike and _differ(list(contents)) and all(world.exchange(_content(loader, samples) == content)):
         return OwnParts(lengths, of_dataset=True)
     if any(other[1] != said[0][1] for other in said):
         raise _different_loaders([facts for _, facts, *_ in said])
     return None
 
 
-def _without_lengths(facts: dict[str, Any]) -> dict[str, Any]:
-    return {**facts, "samples": None, "batches": None}
+def _equal_but_for_lengths(facts: list[dict[str, Any]]) -> bool:
+    lengths = {"samples": None, "batches": None}
+    return all({**its, **lengths} == {**facts[0], **lengths} for its in facts)
 
 
 def _different_loaders(facts: list[dict[str, Any]]) -> DataError:
