@@ -279,7 +279,7 @@ class StreamSharder:
             self._warn_of_overlap(sketches)
             self._overlaps_checked = True
 
-    def followed(
+    def rows(
         self,
         batches: Iterator[Any],
         history: StateHistory,
@@ -289,9 +289,8 @@ class StreamSharder:
         turn: int,
         step: int,
         reopen: Callable[[], Iterator[Any]],
-        ended: Callable[[], bool],
     ) -> Iterator[Any]:
-        """This process's batches, from `start` on, with their states in the history: one of each row of `step` batches.
+        """This process's batches, from `start` on: one of each row of `step` batches.
 
         A row of a common stream is read to its end before its batch is yielded, so that the state of the stream is that at the
         end of the row on every process.
@@ -305,22 +304,7 @@ class StreamSharder:
             turn: the position of this process in a row.
             step: batches in a row, one for each process; 1: this is the only process.
             reopen: returns the batches of the epoch from its beginning.
-            ended: whether the end of the epoch has been read.
         """
-        mine = self._rows(batches, history, first, start, limit, turn, step, reopen)
-        return history.follow(mine, start, step, ended, lambda: self.record.last)
-
-    def _rows(
-        self,
-        batches: Iterator[Any],
-        history: StateHistory,
-        first: int,
-        start: int,
-        limit: int | None,
-        turn: int,
-        step: int,
-        reopen: Callable[[], Iterator[Any]],
-    ) -> Iterator[Any]:
         self.ended = False
         begin = self.place(start, step)
         if step == 1 and first == begin:

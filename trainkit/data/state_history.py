@@ -54,8 +54,9 @@ class StateHistory:
 
     Attributes:
         at_end: the iteration continues from a state after the end of its epoch, so there is nothing left to read.
+        active: it has a state that is saved.
+        kept: digests of batches, and states if there are any, are kept; an evaluation keeps none.
         resumed: what the running iteration has resumed from.
-        first: the number of the batch with which the running iteration began to read.
     """
 
     def __init__(self, owner: Any, readable: bool) -> None:

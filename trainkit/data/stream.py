@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -274,9 +275,9 @@ class LoaderStream:
                 yield from batches if self._batches is None or not self._batches.of_parts else self._sharder.recorded(batches)
                 return
             self._slots.allow(self._sharder.reads(first, limit, turn, step))
-            yield from self._sharder.followed(
-                batches, self._history, first, start, limit, turn, step, lambda: self._reopened(epoch), self._ended
-            )
+            reopen = partial(self._reopened, epoch)
+            mine = self._sharder.rows(batches, self._history, first, start, limit, turn, step, reopen)
+            yield from self._history.follow(mine, start, step, self._ended, lambda: self._sharder.record.last)
         finally:
             if not self._source.persistent_workers:
                 end_workers(iterator)
@@ -495,10 +496,9 @@ class IterableStream:
                 return islice(ready, start, limit)
             begun = ready, 0
         batches, first = self._begin(epoch, start, limit, step) if begun is None else begun
-        ended = lambda: self._sharder.ended  # noqa: E731
-        return self._sharder.followed(
-            batches, self._history, first, start, limit, turn, step, lambda: self._reopened(epoch), ended
-        )
+        sharder, reopen = self._sharder, partial(self._reopened, epoch)
+        mine = sharder.rows(batches, self._history, first, start, limit, turn, step, reopen)
+        return self._history.follow(mine, start, step, lambda: sharder.ended, lambda: sharder.record.last)
 
     def sharders(self) -> list[StreamSharder]:
         """See `Stream`."""
