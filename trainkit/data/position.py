@@ -155,12 +155,10 @@ class Positions:
             done = self._reader.completed(self)
         elif self._inside_window:
             done = self._window_start
-        if done and done == self.length:
+        # the length may only be known at the end of the epoch
+        if (self.exhausted and done == self.given) or (done and done == self.length):
             return self.position(self._epoch + 1, 0)
-        found = self.position(self._epoch, done)
-        if self.exhausted and done == self.given:
-            found["complete"] = True  # also if the length is only known at the end of the epoch
-        return found
+        return self.position(self._epoch, done)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration continue at the position in `state_dict`.
