@@ -182,6 +182,8 @@ class CombinedStream:
             open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential, world)
             for number, part in enumerate(loader.flattened)
         ]
+        for sharder in (each for stream in self._streams for each in stream.sharders()):
+            sharder.compares_later = False
         if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
             raise EmptyLoaderError(_NO_BATCH)
         self.samples: int | None = None  # of several datasets

@@ -11,7 +11,17 @@ from torch.utils.data import DataLoader
 
 from trainkit.nested import rebuild
 
-__all__ = ["filled", "is_collection", "is_loader", "is_plain_list", "iterates_itself", "loaders_in", "parts_of_batch"]
+__all__ = [
+    "filled",
+    "is_collection",
+    "is_loader",
+    "is_plain_list",
+    "iterates_itself",
+    "loaders_in",
+    "parts_of_batch",
+    "resamples",
+    "restartable",
+]
 
 _AS_DATALOADER = ("torchdata",)  # packages whose DataLoader iterates as torch's does, and is resumed without its own state
 
@@ -26,6 +36,19 @@ def is_plain_list(item: Any) -> bool:
     """Whether it is a list or tuple that is iterated as one; a class derived from them may load its items one by one."""
     own = (type(item).__iter__, type(item).__len__) if isinstance(item, list | tuple) else None
     return own in ((list.__iter__, list.__len__), (tuple.__iter__, tuple.__len__))
+
+
+def resamples(source: Any) -> bool:
+    """Whether a `webdataset` stream draws its shards with replacement: such a stream repeats samples on purpose."""
+    stages = getattr(getattr(source, "dataset", source), "pipeline", None)
+    return isinstance(stages, list) and any(type(each).__name__.startswith("Resampled") or resamples(each) for each in stages)
+
+
+def restartable(iterator: Any) -> str:
+    """What to pass instead of an iterator, so that each epoch can begin again."""
+    if any(kind.__module__.startswith("torchdata.nodes") for kind in type(iterator).__mro__):
+        return "torchdata.nodes.Loader(node), which begins again and has a state"
+    return "an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__)"
 
 
 def is_loader(item: Any) -> bool:

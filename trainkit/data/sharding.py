@@ -42,8 +42,10 @@ class StreamSharder:
         extra: number of batches that may follow because earlier ones were short.
         seen: whether the last batch showed that the stream has ended.
         whole: what each process reads if it is not the same: the whole dataset, not a part.
+        resampled: the stream draws its samples with replacement, so it repeats them on purpose.
 
     Attributes:
+        compares_later: batches after the first ones are compared too; False inside a `CombinedLoader`.
         splits: each process has its own stream, whose batch i is number i·W + rank of all; the process reads all of it.
         counted: number of batches in the last epoch that was read to its end.
         record: what this process has read of the epoch, by content.
@@ -60,19 +62,25 @@ class StreamSharder:
         extra: int = 0,
         seen: Callable[[], bool] = lambda: False,
         whole: bool = False,
+        resampled: bool = False,
     ) -> None:
         self._seen = seen
-        self._world, self._name, self._whole_dataset = world, name, whole
+        self._world, self._name, self._whole_dataset, self._resampled = world, name, whole, resampled
         self._samples, self._own, self._extra = samples, own, extra
         self._stated = self._agreed(own)
-        self._decided = self._overlaps_checked = False
+        self._decided = self._overlaps_checked = resampled
         self._said_where_it_ends = False
         self.record = ReadRecord()
-        self.splits = False
+        self.compares_later, self.splits = True, resampled and world.size > 1
         self.counted = 0
         self.spare: Any = None
         self._lent: Any = None
         self.ended = False
+        if self.splits:
+            notice(
+                f"{name} draws its samples with replacement, on each process others: an epoch ends when the draws of all "
+                "processes have ended."
+            )
 
     @classmethod
     def of_parts(cls, world: World, name: str) -> StreamSharder:
@@ -232,9 +240,10 @@ class StreamSharder:
             )
         else:
             notice(
-                f"{self._name} yields the same batches on every process ({counted(compared, 'batch')} compared, and later ones "
-                f"too): each process reads all of them and uses one in {self._world.size}. To save the extra reading, let the "
-                "dataset yield only the part of its rank (torch.distributed.get_rank()); nothing else has to change."
+                f"{self._name} yields the same batches on every process ({counted(compared, 'batch')} compared"
+                f"{', and later ones too' if self.compares_later else ''}): each process reads all of them and uses one in "
+                f"{self._world.size}. To save the extra reading, let the dataset yield only the part of its rank "
+                "(torch.distributed.get_rank()); nothing else has to change."
             )
 
     def different_streams(self) -> DataError:
@@ -355,6 +364,9 @@ class StreamSharder:
         return (first, None) if not last else (last[0][0], self.record.of(last[0][1]))
 
     def _warn_of_other_data(self, batches: int) -> None:
+        if self._resampled:
+            notice(f"{self._name} draws its samples with replacement: the resumed epoch continues with other draws.")
+            return
         warn(
             f"{self._name} does not continue where the checkpoint was saved: batch {batches} of the epoch differs from the one "
             f"that was trained on. In this epoch, data of the first {counted(batches, 'batch')} may be repeated, and as much "

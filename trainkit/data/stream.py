@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice
-from trainkit.data.loader_collections import is_plain_list, iterates_itself
+from trainkit.data.loader_collections import is_plain_list, iterates_itself, resamples, restartable
 from trainkit.data.loader_workers import end_workers, started, worker_failures
 from trainkit.data.sampling import (
     CYCLE,
@@ -176,7 +176,8 @@ class LoaderStream:
         own, samples = length_of(loader), length_of(loader.dataset)
         self._refills = loader.num_workers > 1 and own is not None and loader.batch_size is not None and not loader.drop_last
         extra = loader.num_workers - 1 if self._refills else 0  # all workers but one may end with a short batch
-        return StreamSharder(world, type(loader.dataset).__name__, own, samples, extra, self._seen_end)
+        name, drawn = type(loader.dataset).__name__, resamples(loader)
+        return StreamSharder(world, name, own, samples, extra, self._seen_end, resampled=drawn)
 
     def _changes_for_iterable(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """The attributes to set on a copy of a loader over an iterable dataset, so that its micro-batches have keys."""
@@ -450,7 +451,7 @@ class IterableStream:
             whole = not isinstance(source.dataset, IterableDataset) and not _knows_processes(source)
             what, better = "overrides __iter__, so it is", "use torch's DataLoader; persistent_workers=True keeps its workers."
         self._world, self._length = world, length_of(source)
-        self._sharder = StreamSharder(world, name, self._length, whole=whole)
+        self._sharder = StreamSharder(world, name, self._length, whole=whole, resampled=resamples(source))
         if self._ready:
             self._history.stop()
             self._sharder.ready(source)  # type: ignore[arg-type]  # it is a list
@@ -540,7 +541,7 @@ class IterableStream:
             instead = "validate once: Trainer(max_epochs=1, val_check_interval=1.0)"
         return EmptyLoaderError(
             f"{type(self._source).__name__} can be iterated only once, but is needed again in epoch {user_epoch(epoch)}. "
-            f"Pass an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__), or {instead}."
+            f"Pass {restartable(self._source)}, or {instead}."
         )
 
     def _once(self, iterator: Iterator[Any], epoch: int, continued: bool) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from trainkit.console import notice, warn
 from trainkit.data.combined import CombinedLoader
+from trainkit.data.loader_collections import restartable
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
@@ -86,8 +87,8 @@ def notice_iterator(run: Run, source: Any) -> None:
     if isinstance(source, Iterator) and not limited and arguments.max_steps == -1 and arguments.max_epochs != 1:
         name = type(source).__name__
         notice(
-            f"{name} is an iterator: the first epoch lasts until it ends, and the next one has nothing to read. If it does not "
-            "end, limit the batches of an epoch: Trainer(limit_train_batches=100)"
+            f"{name} is an iterator: the first epoch lasts until it ends, and the next one has nothing to read. Pass "
+            f"{restartable(source)}. If it does not end, limit the batches of an epoch: Trainer(limit_train_batches=100)"
         )
 
 
