@@ -561,9 +561,8 @@ class IterableStream:
         """The batches, and the number of the first of them."""
         continued = self._read
         self._open(epoch)
-        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
         first = self._sharder.place(self._history.begin(start), step)
-        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
+        keys = self._seed_before_iter(epoch)
         source = () if self._history.at_end else self._source
         with worker_failures():
             iterator = iter(source)
@@ -580,8 +579,18 @@ class IterableStream:
 
     def _reopened(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch from its beginning."""
-        seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
-        return _seeded(iter(self._source), KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), 0)
+        keys = self._seed_before_iter(epoch)
+        return _seeded(iter(self._source), keys, 0)
+
+    def _seed_before_iter(self, epoch: int) -> KeyStream:
+        """Seed the generators for `__iter__`; returns the keys of the batches.
+
+        An iterable with a state draws its order in `__iter__`, or only when the first batch is fetched. When it resumes from a
+        state it may do the one where it did the other, such as `torchdata.nodes` over a `RandomSampler`. So both have one key.
+        """
+        keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
+        seed_generators(keys(0) if self._history.active else mix(self._seed, self._stage, Purpose.ORDER, epoch))
+        return keys
 
     def histories(self) -> list[StateHistory]:
         """See `Stream`."""
