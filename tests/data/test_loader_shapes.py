@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator
 from itertools import count, cycle, islice
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
+from torchdata import nodes
 
 from trainkit import Accelerator, CombinedLoader, TrainModule, set_seed
 from trainkit.data.loader_collections import iterates_itself
@@ -486,6 +488,15 @@ def test_an_iterator_that_has_ended(options: dict[str, Any]) -> None:
         make_trainer(accelerator="cpu", max_epochs=EPOCHS, **options).fit(Module(), numbers_of(4))
     said = any("map is an iterator: the first epoch lasts until it ends" in text for text in notices)
     assert said == (not options)
+
+
+def test_a_bare_node_of_torchdata() -> None:
+    """It is an iterator; its loader begins again."""
+    node = nodes.Batcher(nodes.Mapper(nodes.SamplerWrapper(SequentialSampler(range(4))), batch_of), 1)
+    instead = r"Pass torchdata.nodes.Loader\(node\), which begins again and has a state"
+    with heard() as notices, pytest.raises(EmptyLoaderError, match=f"Batcher can be iterated only once.* {instead}"):
+        make_trainer(accelerator="cpu", max_epochs=EPOCHS).fit(Module(), node)
+    assert any(re.search(f"Batcher is an iterator: the first epoch lasts until it ends.* {instead}", text) for text in notices)
 
 
 def test_an_iterator_is_validated_once() -> None:
