@@ -200,6 +200,8 @@ def test_each_sample(name: str, way: str, size: int, workers: int, tmp_path_fact
     assert sorted(found) == sorted((stage, epoch) for stage in ("train", "validation") for epoch in range(shape.epochs))
     told_of = shape.resumed.told or "does not continue where"
     assert (told_of in printed) == (shape.resumed.told is not None)
+    if shape.resumed.told is None:
+        assert "did not continue where its state_dict was saved" not in printed
     for text in (begun, printed):
         assert ((shape.epoch.repeats or "the same samples on each process") in text) == (copies > 1)
 

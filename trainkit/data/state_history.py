@@ -130,7 +130,9 @@ class StateHistory:
         """Restore a state; returns the number of the batch from which the iterable now reads."""
         state = copy.deepcopy(resumed.state)
         self.at_end = ended and start > 0
-        self._fresh, self._origin = self._state(), resumed.origin
+        self._origin = resumed.origin
+        if resumed.origin is None:  # torchdata's Loader ignores what is loaded after its state was asked for, so only then
+            self._fresh = self._state()
         if start and not ended and resumed.before is not None:  # the last batch is read again, and compared
             start, state = resumed.before[0], copy.deepcopy(resumed.before[1])
         self._owner.load_state_dict(state[_AFTER_END] if ended else state)
