@@ -11,6 +11,7 @@ from helpers.support import run_python, without_gloo
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.nn.parallel import DataParallel
+from torch.nn.utils import prune
 
 from trainkit.errors import UnsavableError
 from trainkit.state.model import capture_model, clean_names, parameter_names
@@ -98,6 +99,16 @@ def test_names_of_parameters_of_several_modules() -> None:
     assert list(names.values()) == ["weight", "bias", "model_1/0.weight", "model_1/0.bias"]
     assert names[id(second[0].weight)] == "model_1/0.weight"
     assert names.parameters["bias"] is first._orig_mod.bias
+
+
+def test_a_pruned_parameter_keeps_its_name() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    before = [list(parameter_names([module]).values()), {name: id(p) for name, p in module.named_parameters()}]
+    prune.identity(module[0], "weight")
+    module[1].bias_orig = nn.Parameter(torch.ones(2))  # of the user
+    names = parameter_names([compiled(module)])
+    assert [name for name in before[0] if name in names.values()] == before[0]
+    assert {name: id(p) for name, p in names.parameters.items() if name != "1.bias_orig"} == before[1]
 
 
 def test_distributed_data_parallel() -> None:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from helpers.resume.saved_state import differences, frozen_copy, restore_optimizer, through_json, unchanged
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.optim import SGD, Adam, Optimizer
 
 from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
 from trainkit.state.described import copied
+from trainkit.state.lenient import same_groups
 from trainkit.state.model import parameter_names
-from trainkit.state.optimizer import OptimizerState, capture_optimizer
+from trainkit.state.optimizer import OptimizerState, capture_optimizer, plan_optimizer
 
 WHAT = "the checkpoint step-4"
 
@@ -204,3 +206,22 @@ def test_tensors_of_other_optimizers_are_passed_over() -> None:
     state = saved(module, stepped(module))
     state.tensors["1/stranger/exp_avg"] = torch.ones(1)
     load(other, stepped(other), state)
+
+
+def test_names_of_an_earlier_version_for_pruned_parameters() -> None:
+    """It stored the state of a pruned `weight` under `weight_orig`."""
+    module: Any = nn.Linear(3, 2)
+    optimizer = Adam([module.weight, module.bias], 0.1)
+    prune.identity(module, "weight")
+    module(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = capture_optimizer(optimizer, 0, parameter_names([module]))
+    assert state.described["groups"][0]["parameters"] == ["weight", "bias"]
+    old = {id(module.weight_orig): "weight_orig", id(module.bias): "bias"}
+    state = capture_optimizer(optimizer, 0, old)
+    for strict in (True, False):
+        again = Adam([module.weight_orig, module.bias], 0.1)
+        plan = plan_optimizer(again, 0, parameter_names([module]), state.tensors, state.described, {}, "it", strict=strict)
+        assert plan() == []
+        assert differences(again.state_dict(), optimizer.state_dict()) == []
+        assert same_groups(again, parameter_names([module]), state.described)

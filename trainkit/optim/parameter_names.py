@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ __all__ = [
     "parameter_names",
     "shape_of",
     "without_checkpoint_wrapper",
+    "without_pruning",
     "wrapped_attribute",
 ]
 
@@ -56,16 +57,20 @@ def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
     """`id(parameter)` → clean name, for the parameters of all modules.
 
     Names of the second module begin with `model_1/`, of the third with `model_2/`, … A parameter with several names has its
-    first one.
+    first one. A parameter that `torch.nn.utils.prune` prunes is still the same one, and has the name that it had before.
     """
     names = ParameterNames()
     for index, module in enumerate(modules):
         prefix = f"model_{index}/" if index else ""
         found = dict(module.named_parameters())
-        for raw, name in cleaned(module, found).items():
+        clean = cleaned(module, found)
+        buffers = cleaned(module, (name for name, _ in module.named_buffers(remove_duplicate=False)))
+        here = {*clean.values(), *buffers.values()}
+        for raw, name in clean.items():
             if id(found[raw]) not in names:
-                names[id(found[raw])] = prefix + name
-                names.parameters[prefix + name] = found[raw]
+                known = prefix + without_pruning(name, here)
+                names[id(found[raw])] = known
+                names.parameters[known] = found[raw]
     return names
 
 
@@ -109,6 +114,17 @@ def without_checkpoint_wrapper(name: Any) -> Any:
     Checkpoints of earlier versions have the full name in the state of optimizers.
     """
     return name.replace(f"{_CHECKPOINT_WRAPPED}.", "") if isinstance(name, str) else name
+
+
+def without_pruning(name: str, names: Container[str]) -> str:
+    """The name of a parameter before `torch.nn.utils.prune` made `<name>_orig` and `<name>_mask` of it.
+
+    Args:
+        name: of the parameter.
+        names: of the parameters and buffers of the model.
+    """
+    plain = name.removesuffix("_orig")
+    return plain if plain != name and f"{plain}_mask" in names and plain not in names else name
 
 
 def wrapped_attribute(module: nn.Module) -> str | None:

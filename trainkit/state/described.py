@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -16,7 +16,7 @@ from trainkit.errors import CorruptCheckpointError
 from trainkit.optim.parameter_names import without_checkpoint_wrapper
 from trainkit.state.wrapped_tensors import KINDS, put_together, taken_apart
 
-__all__ = ["SavedOptimizer", "StoredSlots", "copied", "is_of_torch", "odd_value"]
+__all__ = ["SavedOptimizer", "StoredSlots", "copied", "is_of_torch", "name_here", "odd_value"]
 
 _Need = Callable[[bool, str], None]
 """`need(condition, problem)` raises `CorruptCheckpointError` if the condition is false."""
@@ -169,6 +169,11 @@ class SavedOptimizer:
         self._add_tensors(tensors, index, need)
         return self
 
+    def named_as(self, names: Container[str]) -> SavedOptimizer:
+        """With the names of this model for parameters that were pruned when they were saved by an earlier version."""
+        groups = [([name_here(name, names) for name in own], options) for own, options in self.groups]
+        return replace(self, groups=groups, state={name_here(name, names): stored for name, stored in self.state.items()})
+
     def _add_tensors(self, tensors: Mapping[str, Tensor], index: int, need: _Need) -> None:
         """Assign the tensors of this optimizer to their parameters."""
         for key, tensor in tensors.items():
@@ -197,6 +202,12 @@ def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[s
         names.update(own)
         groups.append((own, group["options"]))
     return groups
+
+
+def name_here(name: str, names: Container[str]) -> str:
+    """The name in this model of a parameter that may have been pruned when it was saved, see `SavedOptimizer.named_as`."""
+    plain = name.removesuffix("_orig")
+    return plain if name not in names and plain in names else name
 
 
 def _is_complete(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainkit.state.described import SavedOptimizer
+from trainkit.state.described import SavedOptimizer, name_here
 
 __all__ = ["group_names", "same_groups", "with_parameters_of"]
 
@@ -60,7 +60,8 @@ def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) 
     """Whether each group has the parameters of the saved group with the same index, so that a saved schedule fits."""
     if not isinstance(described, dict) or not isinstance(described.get("groups"), list):
         return True  # plan_optimizer raises an error for it
-    theirs = [own["parameters"] for own in described["groups"]]
+    known = set(names.values())
+    theirs = [[name_here(name, known) for name in own["parameters"]] for own in described["groups"]]
     here = group_names(optimizer, names)
     matches = _matches(here, theirs)
     taken = set(chain.from_iterable(here))

@@ -18,6 +18,7 @@ from trainkit.optim.parameter_names import clean_names, cleaned, parameter_names
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
 from trainkit.state.fit import Fit, place_of
+from trainkit.state.renamed import explain_names, folded
 from trainkit.tagged_json.tensors import ShardedTensor
 
 __all__ = [
@@ -112,6 +113,7 @@ def plan_model(
     what: str,
     placeholders: Mapping[int, Tensor] | None = None,
     take: Callable[[dict[nn.Parameter, Tensor]], None] = lambda values: None,
+    folds: bool = True,
 ) -> Callable[[], list[str]]:
     """Compare a captured state with a module. Returns a function that loads it in place.
 
@@ -125,6 +127,7 @@ def plan_model(
         what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
         placeholders: see `capture_model`; their dtypes and shapes are compared.
         take: called with the values of the parameters in `placeholders`.
+        folds: load the product of `weight_orig` and `weight_mask` into a model that has only `weight`.
 
     Returns:
         A function that loads the state and returns what the user should know, one sentence each.
@@ -140,8 +143,12 @@ def plan_model(
     parameters = _parameters(module)
     frozen = set() if state.fingerprint is None else _frozen(state)
     sources = state.tensors | {alias: state.tensors[name] for alias, name in state.aliases.items()}
+    here, said = set(names.values()), list[str]()
+    if folds:
+        sources, said = folded(sources, here)
     fit = Fit(sources, state, frozen, strict)
     extra = {}
+    owners = dict(module.named_modules(remove_duplicate=False))
     for raw_name, value in raw.items():
         name = names[raw_name]
         if _is_extra(name, value):
@@ -150,22 +157,13 @@ def plan_model(
             elif not _belongs_to(name, frozen):
                 fit.missing.append(f"{name} (extra state)")
         else:
-            fit.add(raw_name, name, value)
-    here = set(names.values())
+            fit.add(raw_name, name, _resized(owners.get(raw_name.rpartition(".")[0]), value, sources.get(name)))
     fit.unexpected += [name for name in [*sources, *state.extra] if name not in here]
     fit.check_shared_memory()
     if state.fingerprint is not None and not fit.complaints():
         _check_base(parameters, frozen, state.fingerprint, what, placeholders)
     if complaints := fit.complaints():
-        raise StateMismatchError(
-            f"{what} does not fit {type(module).__name__}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Fix: "
-            "build the model with the same structure as the saved one"
-            + (
-                ", or load only the matching tensors with strict=False."
-                if fit.only_names()
-                else ", or load another checkpoint."
-            )
-        )
+        raise _mismatch(fit, complaints, f"{what} does not fit {type(module).__name__}")
 
     def load() -> list[str]:
         values = OrderedDict(fit.whole | extra)
@@ -180,9 +178,27 @@ def plan_model(
                 taken[parameters[clean]] = values.pop(name)
         _load(module, values, fit.narrow, raw, what)
         take(taken)
-        return fit.notices() + _set_trained(parameters, state.trained)
+        return said + fit.notices() + _set_trained(parameters, state.trained)
 
     return load
+
+
+def _mismatch(fit: Fit, complaints: list[str], text: str) -> StateMismatchError:
+    complaints = [*complaints, *explain_names(fit.missing, fit.unexpected)]
+    other = "only the matching tensors with strict=False" if fit.only_names() else "another checkpoint"
+    return StateMismatchError(
+        f"{text}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Fix: build the model with the same structure as the "
+        f"saved one, or load {other}."
+    )
+
+
+def _resized(owner: nn.Module | None, value: Tensor, stored: Tensor | None) -> Tensor:
+    """A buffer with the shape of the stored one, if its module gives it that when it is loaded: an observer of torch.ao."""
+    if stored is None or not type(owner).__module__.startswith("torch.ao.quantization."):
+        return value
+    if getattr(type(owner), "_load_from_state_dict", None) is nn.Module._load_from_state_dict:
+        return value
+    return torch.empty_like(stored, dtype=value.dtype, device=value.device)
 
 
 def _with_placeholders(module: nn.Module, placeholders: Mapping[int, Tensor] | None) -> Any:
@@ -338,7 +354,8 @@ def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, b
     changed: Counter[bool] = Counter()
     seen = set()
     for name, parameter in parameters.items():
-        wanted = trained.get(name)
+        # pruning renames a parameter, here or before the checkpoint was saved
+        wanted = next((trained[n] for n in (name, f"{name}_orig", name.removesuffix("_orig")) if n in trained), None)
         if wanted is not None and id(parameter) not in seen and parameter.requires_grad != wanted:
             parameter.requires_grad = wanted  # requires_grad_() does not work on a lazy parameter
             changed[wanted] += 1

@@ -147,7 +147,7 @@ def plan_optimizer(
         StateMismatchError: another class, other groups or shapes; the message lists all mismatches, and nothing was changed.
         CorruptCheckpointError: the description is malformed or contradicts the tensors.
     """
-    saved = SavedOptimizer.read(described, tensors, index, what)
+    saved = SavedOptimizer.read(described, tensors, index, what).named_as(set(names.values()))
     kind = _kind(optimizer)
     if saved.kind == kind and (problem := _odd_state(_bare(optimizer), saved, f"optimizers[{index}]")) is not None:
         raise CorruptCheckpointError(

@@ -16,6 +16,7 @@ from trainkit.checkpoint.manifest import Manifest
 from trainkit.console import counted, notice
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
+from trainkit.optim.parameter_names import without_pruning
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
@@ -209,7 +210,10 @@ def capture(
         placeholders = parts.strategy.stored_weights(model)
         state = capture_model(model, save, (fingerprints or {}).get(number), placeholders)
         stem = model_stem(number)
-        taken.tensors[stem], taken.aliases[stem], taken.parameters[stem] = state.tensors, state.aliases, state.trained
+        taken.tensors[stem], taken.aliases[stem] = state.tensors, state.aliases
+        # a callback may save a pruned parameter under its original name
+        original = {without_pruning(name, state.tensors): trained for name, trained in state.trained.items()}
+        taken.parameters[stem] = state.trained | original
         models.append(
             {"extra": state.extra, "trained": state.trained, "fingerprint": state.fingerprint, "configs": state.configs}
         )
@@ -340,7 +344,8 @@ def _plan_models(
             own.get("configs", {}),
         )
         placeholders, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
-        yield plan_model(model, model_state, strict=strict, what=what, placeholders=placeholders, take=take)
+        folds = "optimizer" not in wanted  # a run that continues needs the masks
+        yield plan_model(model, model_state, strict=strict, what=what, placeholders=placeholders, take=take, folds=folds)
 
 
 def _plan_optimizers(
@@ -357,7 +362,7 @@ def _plan_optimizers(
     regrouped: list[int] = []
     names = parameter_names(parts.models)
     dtypes = {
-        f"{model_stem(n)}/{name}" if n else name: tensor.dtype
+        (f"{model_stem(n)}/" if n else "") + without_pruning(name, tensors[model_stem(n)]): tensor.dtype
         for n in range(len(parts.models))
         for name, tensor in tensors[model_stem(n)].items()
     }
