@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.resume.checkpoints import IMPORTABLE
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
@@ -223,3 +224,26 @@ def test_a_state_that_becomes_unsavable_ends_the_run_at_its_first_save() -> None
     with pytest.raises(UnsavableError, match="value"):
         trainer.fit(TinyModule(), tiny_loader())
     assert trainer.global_step == 4
+
+
+def test_a_hook_that_removes_a_tied_tensor() -> None:
+    """The checkpoint can be read: no name refers to a tensor that is not stored."""
+
+    class Tied(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.again = self.layer
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            del checkpoint["state_dict"]["layer.weight"]
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["state_dict"]["layer.weight"] = torch.ones(1, 4)
+
+    trainer = make_trainer()
+    module = Tied()
+    trainer.fit(module, tiny_loader())
+    trainer.save_checkpoint("there")
+    again = Tied.load_from_checkpoint("there")
+    assert again.layer.weight.equal(torch.ones(1, 4))
+    assert again.layer.bias.equal(module.layer.bias)

@@ -133,6 +133,8 @@ class SavePolicy:
         seen = shown(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
         run.hooks.run("on_save_checkpoint", seen)
         taken.tensors["model"] = seen.pop("state_dict")
+        aliases = taken.aliases["model"]  # of names that a hook has not removed
+        taken.aliases["model"] = {alias: name for alias, name in aliases.items() if name in taken.tensors["model"]}
         for name in ("callbacks", "hyper_parameters"):
             kept = seen.pop(name, {})
             if name in state:
