@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from trainkit.callback import Callback
+from trainkit.callbacks._averaged_weights import AveragedWeights
 from trainkit.checks import choice, function, is_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
@@ -27,6 +30,8 @@ __all__ = ["ModelPruning"]
 
 Pairs = Sequence[tuple[nn.Module, str]]
 
+_PRUNED = "pruned_parameters"  # where a checkpoint has `<name>_orig` and `<name>_mask`
+
 # Name → the function for one parameter, and the method for all of them together.
 _METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
     "l1_unstructured": (prune.l1_unstructured, prune.L1Unstructured),
@@ -40,11 +45,15 @@ class ModelPruning(Callback):
     """Prunes parameters at the end of each epoch: sets a part of their elements to zero, and keeps them there.
 
     It uses `torch.nn.utils.prune`. During the run a pruned parameter `weight` is the product of a parameter `weight_orig`
-    and a buffer `weight_mask`. A checkpoint contains both, so a resumed run is exact; those of Lightning contain no masks
-    by default. To load such a checkpoint, in `fit` or `validate`, the `Trainer` needs a `ModelPruning`. After the run the
-    module has a plain `weight` again; `trainer.save_checkpoint("pruned")` then saves it without masks.
+    and a buffer `weight_mask`. After the run the module has a plain `weight` again.
 
-    All ranks make the same masks. ZeRO is refused: its processes do not have whole parameters to be compared and masked.
+    A checkpoint contains the pruned `weight` as a weight of the model (`model.safetensors`), so `load_from_checkpoint`,
+    `trainer.test(ckpt_path=...)`, a `fit` without this callback and other programs get it. `weight_orig` and `weight_mask`
+    are in `state.safetensors`, and `trainer.fit(ckpt_path=...)` with this callback continues with them: a resumed run is
+    bit-identical to one that was never interrupted.
+
+    All ranks make the same masks. ZeRO is refused: its processes do not have whole parameters to be compared and masked. So
+    are callbacks that average the weights: a checkpoint would not contain the averages of pruned parameters.
 
     Args:
         pruning_fn: `"l1_unstructured"`, `"random_unstructured"`, `"ln_structured"`, `"random_structured"`, or with
@@ -68,7 +77,8 @@ class ModelPruning(Callback):
         prune_on_train_epoch_end: `False`: prune at the end of each validation instead.
 
     Raises:
-        ConfigurationError: An argument is wrong, or the strategy shards the optimizer state.
+        ConfigurationError: An argument is wrong, the strategy shards the optimizer state, or another callback averages the
+            weights.
         ModuleError: The module does not have one of `parameters_to_prune`. Raised before training starts.
 
     Example:
@@ -110,6 +120,7 @@ class ModelPruning(Callback):
         self._resets, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
         self._verbose, self._at_epoch_end = verbose, prune_on_train_epoch_end
         self._pairs: dict[str, tuple[nn.Module, str]] = {}  # name in the module → layer and attribute
+        self._plain: set[str] = set()  # those names that the module did not prune itself
         self._originals: dict[str, Tensor] = {}  # name → value at the start of training
         self._fresh: dict[int, nn.Module] = {}  # id of a layer → a copy whose parameters can be reset
         self._last: list[int] = []  # epoch and optimizer step of the last pruning
@@ -170,14 +181,40 @@ class ModelPruning(Callback):
                 "their optimizer, which a mask does not reach. Use strategy='ddp'; or prune after the run: "
                 "torch.nn.utils.prune.global_unstructured(...)"
             )
+        if averages := [one for one in trainer.callbacks if isinstance(one, AveragedWeights)]:
+            raise ConfigurationError(
+                f"ModelPruning and {type(averages[0]).__name__} cannot be combined: a checkpoint would not contain the "
+                "averages of pruned parameters. Keep one of them."
+            )
         self._originals, self._last = {}, []
         layers = [layer for layer in module.modules() if hasattr(layer, "reset_parameters")] if self._resamples else []
         self._fresh = {id(layer): copy.deepcopy(layer) for layer in layers}
 
+    def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        """Save the pruned parameters under their own names, and what a resumed run needs in addition."""
+        saved, kept = dict(checkpoint["state_dict"]), dict[str, Tensor]()
+        names_of: dict[int, list[str]] = defaultdict(list)  # a tied parameter is stored under one of its names
+        for name in [name for name in self._pairs if name in self._plain]:  # in the same order on all ranks
+            names_of[id(_original(*self._pairs[name]))].append(name)
+        uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+        for key, names in names_of.items():
+            if uses[key] == len(names):  # otherwise it is tied to one that is not pruned
+                kept |= _made_plain(saved, names)
+        checkpoint["state_dict"] = saved
+        if kept and checkpoint["callbacks"]:  # it is not a checkpoint of weights only
+            checkpoint[_PRUNED] = kept
+
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
+        saved, found = checkpoint["state_dict"], checkpoint.get(_PRUNED)
+        kept = {n: t for n, t in found.items() if isinstance(t, Tensor)} if isinstance(found, Mapping) else {}
         for name, (layer, attribute) in self._resolved(module).items():
-            if f"{name}_mask" in checkpoint["state_dict"] and not hasattr(layer, f"{attribute}_mask"):
+            original, mask, masked = f"{name}_orig", f"{name}_mask", hasattr(layer, f"{attribute}_mask")
+            if trainer.stage == "fit" and not masked and (mask in saved or mask in kept):
                 prune.identity(layer, attribute)  # the mask and the values are loaded after this hook
+                masked = True
+            if masked and name in saved:
+                value = saved.pop(name)
+                saved[original], saved[mask] = kept.get(original, value), kept.get(mask, torch.ones_like(value))
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         pairs = self._resolved(module)
@@ -258,13 +295,30 @@ class ModelPruning(Callback):
                         f"ModelPruning: {type(module).__name__} has no layer {type(layer).__name__} with a parameter "
                         f"{attribute!r}. Pass layers of the module: parameters_to_prune=[(module.layer, 'weight')]"
                     )
-                self._pairs[f"{names[id(layer)]}.{attribute}".lstrip(".")] = layer, attribute
+                name = f"{names[id(layer)]}.{attribute}".lstrip(".")
+                self._pairs[name] = layer, attribute
+                if not hasattr(layer, f"{attribute}_mask"):
+                    self._plain.add(name)
         return self._pairs
 
 
 def _original(layer: nn.Module, name: str) -> Any:
     """The parameter that is trained, pruned or not."""
     return getattr(layer, f"{name}_orig", None) if hasattr(layer, f"{name}_orig") else getattr(layer, name, None)
+
+
+@torch.no_grad()
+def _made_plain(saved: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    """Replace the original and the masks of one parameter, which may have several names, by the product; returns them."""
+    stored = [saved[f"{name}_orig"] for name in names if f"{name}_orig" in saved]
+    masks = {f"{name}_mask": saved[f"{name}_mask"] for name in names if f"{name}_mask" in saved}
+    if not stored or len(masks) < len(names):
+        return {}  # it is not pruned, or it is frozen and not saved
+    kept = masks | {f"{name}_orig": stored[0] for name in names}
+    for name in kept:
+        saved.pop(name, None)
+    saved |= dict.fromkeys(names, prod(masks.values(), start=stored[0]))
+    return kept
 
 
 def _all_pairs(module: nn.Module, names: Sequence[str]) -> Pairs:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +12,19 @@ from helpers.resume.saving import SaveIn
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, parameters_of, same
 from helpers.worlds.worlds import run_world
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import prune
 
 from trainkit import Callback
-from trainkit.callbacks import ModelPruning
-from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.callbacks import (
+    ExponentialMovingAverage,
+    LayerFreezing,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
+from trainkit.errors import ConfigurationError, ModuleError, StateMismatchError
 
 
 class Layers(TinyModule):
@@ -31,10 +40,18 @@ class Layers(TinyModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
 
 
-def fit(*callbacks: Callback, module: Any = None, ckpt_path: Any = None, validates: bool = False, **options: Any) -> Any:
+def fit(
+    *callbacks: Callback,
+    module: Any = None,
+    ckpt_path: Any = None,
+    restore: Any = None,
+    validates: bool = False,
+    **options: Any,
+) -> Any:
     module = Layers() if module is None else module
     trainer = make_trainer(*callbacks, **{"max_epochs": 4, **options})
-    trainer.fit(module, tiny_loader(24, batch_size=8, shuffle=True), tiny_loader(8) if validates else None, ckpt_path=ckpt_path)
+    loaders = tiny_loader(24, batch_size=8, shuffle=True), tiny_loader(8) if validates else None
+    trainer.fit(module, *loaders, ckpt_path=ckpt_path, restore=restore)
     return module
 
 
@@ -200,6 +217,142 @@ def test_evaluating_a_checkpoint_with_masks() -> None:
     assert parameters_of(module).keys() == parameters_of(Layers()).keys()
 
 
+# -------------------------------------------------------------------------------------------------- without the callback
+
+
+class Tied(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.body[2].weight = self.body[0].weight
+
+
+def saved_pruned(kind: type[Layers] = Layers, **options: Any) -> dict[str, Any]:
+    """The parameters that a forward uses when `there` is saved."""
+    found: dict[str, Any] = {}
+
+    class Used(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 8:
+                copied = copy.deepcopy(module.state_dict())
+                for name in [name.removesuffix("_mask") for name in copied if name.endswith("_mask")]:
+                    if f"{name}_orig" in copied:
+                        found[name] = copied[f"{name}_orig"] * copied[f"{name}_mask"]
+
+    fit(pruning(**options), SaveIn("on_train_batch_end", 8), Used(), module=kind())
+    return found
+
+
+def begins_with(*callbacks: Callback, module: Any = None, **options: Any) -> dict[str, Any]:
+    """The parameters that training begins with."""
+    found: dict[str, Any] = {}
+
+    class Begun(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            found.update(parameters_of(module))
+
+    fit(*callbacks, Begun(), module=module, ckpt_path="there", **options)
+    return found
+
+
+@pytest.mark.parametrize("kind", [Layers, Tied])
+def test_a_checkpoint_is_that_of_a_plain_model(kind: type[Layers]) -> None:
+    expected = saved_pruned(kind)
+    assert load_file("there/model.safetensors").keys() == kind().state_dict().keys()
+    assert same(parameters_of(kind.load_from_checkpoint("there")), expected)
+    assert sum(zeros(kind.load_from_checkpoint("there")).values()) > 15
+    for stage in ("validate", "test", "predict"):
+        module = kind()
+        getattr(make_trainer(), stage)(module, tiny_loader(8), ckpt_path="there")
+        assert same(parameters_of(module), expected), stage
+    assert same(begins_with(module=kind(), restore={"model"}), expected)
+    assert same(begins_with(module=kind()), expected)  # the optimizer and the loop continue too
+
+
+def test_weights_only(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, save_weights_only=True, every_n_train_steps=8)
+    fit(pruning(), best, max_epochs=3, enable_checkpointing=True)
+    assert sum(zeros(Layers.load_from_checkpoint(best.last_model_path)).values()) > 20
+    assert not (Path(best.last_model_path) / "state.safetensors").exists()
+    module = fit(pruning(), ckpt_path=best.last_model_path, restore={"model"}, max_epochs=1)
+    assert 10 < sum(zeros(module).values()) < 20
+
+
+def test_a_module_that_is_still_pruned() -> None:
+    expected = saved_pruned()
+    trainer = make_trainer(pruning(make_pruning_permanent=False), max_epochs=1)
+    module = Layers()
+    trainer.fit(module, tiny_loader(24, batch_size=8))
+    trainer.validate(module, tiny_loader(8), ckpt_path="there", verbose=False)
+    layer: Any = module.layer
+    assert torch.equal(layer.weight_orig * layer.weight_mask, expected["layer.weight"])
+    trainer.save_checkpoint("again")
+    assert same(parameters_of(Layers.load_from_checkpoint("again")), expected)
+
+
+class Masked(Layers):
+    """Prunes in its own `__init__`, so that its checkpoints have the names that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.random_unstructured(self.layer, "weight", amount=2)
+
+
+class ByHand(Callback):
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            prune.l1_unstructured(module.layer, "weight", amount=2)
+
+
+def test_pruning_of_the_user() -> None:
+    """Of a callback: the weights can be loaded without it, but a run that continues needs the mask."""
+    fit(pruning(parameters_to_prune=()), SaveIn("on_train_batch_end", 5), module=Masked())
+    assert {"layer.weight_orig", "layer.weight_mask"} < Masked.load_from_checkpoint("there").state_dict().keys()
+    fit(ByHand(), SaveIn("on_train_batch_end", 5), max_epochs=2)
+    assert zeros(Layers.load_from_checkpoint("there"))["layer.weight"] == 2
+    assert (begins_with(restore={"model"})["layer.weight"] == 0).sum() == 2
+    with pytest.raises(StateMismatchError, match=r"identity\(layer, 'weight'\); a callback does so in on_load_checkpoint"):
+        fit(ByHand(), ckpt_path="there")
+
+
+def test_freezing_by_name() -> None:
+    """The names of parameters stay those of the module when they are pruned."""
+    schedule: Any = {0: ["body", "layer"], 2: ["layer.*"]}
+    trained: list[list[bool]] = []
+
+    class Trained(Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trained.append([p.requires_grad for p in module.parameters()])
+
+    fit(pruning(parameter_names=["weight"]), LayerFreezing(schedule), Trained(), SaveIn("on_train_batch_end", 5), max_epochs=3)
+    assert [sum(found) for found in trained] == [6, 6, 2]
+    fit(pruning(parameter_names=["weight"]), LayerFreezing(schedule), Trained(), ckpt_path="there", max_epochs=3)
+    assert [sum(found) for found in trained[3:]] == [6, 2]
+
+
+def save_on_two() -> dict[str, Any]:
+    fit(pruning(pruning_fn="random_unstructured"), SaveIn("on_train_epoch_end", 3), strategy="ddp")
+    plain = begins_with(restore={"model"}, strategy="ddp")
+    module = Layers()
+    make_trainer(strategy="ddp").validate(module, tiny_loader(16), ckpt_path="there", verbose=False)
+    assert same(plain, parameters_of(module))
+    return plain
+
+
+def test_a_checkpoint_of_two_processes_without_the_callback() -> None:
+    first, second = run_world(2, save_on_two)
+    assert same(first, second)
+    assert same(parameters_of(Layers.load_from_checkpoint("there")), first)
+
+    class Masks(Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            stored = load_file("there/state.safetensors")
+            for name, value in module.state_dict().items():
+                assert torch.equal(value, stored[f"user/pruned_parameters/{name}"])
+
+    fit(pruning(), Masks(), ckpt_path="there", max_epochs=3)  # on one process
+
+
 def test_what_is_refused(trainer: Any, module: Any) -> None:
     for arguments, match in (
         ({"pruning_fn": "l1"}, "pruning_fn.* must be one of 'l1_unstructured'"),
@@ -216,6 +369,9 @@ def test_what_is_refused(trainer: Any, module: Any) -> None:
             pruning(**arguments)
     with pytest.raises(ModuleError, match=r"Layers has no layer Linear with a parameter 'weight'. Pass layers of the module"):
         fit(pruning(parameters_to_prune=[(nn.Linear(2, 2), "weight")]))
+    for averaging in (ExponentialMovingAverage(decay=0.9), StochasticWeightAveraging(0.1)):
+        with pytest.raises(ConfigurationError, match=f"ModelPruning and {type(averaging).__name__} cannot be combined"):
+            fit(pruning(), averaging)
     trainer.strategy.shards_optimizer_state = True
     with pytest.raises(ConfigurationError, match="ModelPruning needs whole parameters .* Use strategy='ddp'"):
         pruning().setup(trainer, module, "fit")
