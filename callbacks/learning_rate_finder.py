@@ -9,7 +9,8 @@ from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.tuner.attributes import find_attribute, saved_state, starts_from_checkpoint
-from trainkit.tuner.range_test import RangeTest, RangeTestOptions, assign_rate, find_learning_rate
+from trainkit.tuner.group_rates import rates_of, same_rate
+from trainkit.tuner.range_test import RangeTest, RangeTestOptions, find_learning_rate
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -23,7 +24,8 @@ class LearningRateFinder(Callback):
 
     It does what `trainkit.tuner.Tuner.lr_find` does, in the hook `setup` of `fit`: `configure_optimizers` comes later, so
     optimizer and schedules start from the learning rate found. The test trains a copy of the module as it is in that hook,
-    before the module's own `setup`; it logs and saves nothing, and changes nothing that the run uses.
+    before the module's own `setup`; it logs and saves nothing, and changes nothing that the run uses. A warning says if
+    `configure_optimizers` then makes other learning rates of the attribute than in the search.
 
     The result is in the checkpoint. A run that resumes uses it and does not search again.
 
@@ -43,7 +45,8 @@ class LearningRateFinder(Callback):
         optimal_lr: The result, a `trainkit.tuner.RangeTest`; `None` before, and in a `fast_dev_run`.
 
     Raises:
-        ConfigurationError: An argument is wrong; when `fit` is called, the attribute does not exist.
+        ConfigurationError: An argument is wrong; when `fit` is called, the attribute does not exist, or
+            `configure_optimizers` does not use it.
         DataError: When `fit` is called: the data is an iterator, which the test would use up.
         ModuleError: When `fit` is called: the module cannot be copied.
         OptimizerError: When `fit` is called: there is not exactly one optimizer.
@@ -90,6 +93,7 @@ class LearningRateFinder(Callback):
             count="num_training_steps",
         )
         self.optimal_lr: RangeTest | None = None
+        self._expected: list[float] = []  # the learning rates that the optimizer of the run should begin with
         self._epoch = -1  # the last epoch in which `lr_find` was called after `setup`
 
     def lr_find(self, trainer: Trainer, pl_module: TrainModule) -> None:
@@ -101,15 +105,12 @@ class LearningRateFinder(Callback):
             return
         self._epoch = trainer.current_epoch if trainer.optimizers else -1
         loader, datamodule = trainer._run.given_loaders[0], trainer.datamodule
-        self.optimal_lr = find_learning_rate(trainer, pl_module, self._options, loader, datamodule)
-        rate = None if self.optimal_lr is None or not self._options.update_attr else self.optimal_lr.suggestion()
-        if trainer.optimizers and rate is not None:
-            assign_rate(trainer.optimizers[0], rate)
+        self.optimal_lr, self._expected = find_learning_rate(trainer, pl_module, self._options, loader, datamodule)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._epoch = -1
+        self._epoch, self._expected = -1, []
         if not starts_from_checkpoint(trainer):
             if not self._postponed:
                 self.lr_find(trainer, module)
@@ -129,9 +130,20 @@ class LearningRateFinder(Callback):
             find_attribute(self._options.names, module, trainer.datamodule, "").set(rate)
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        """Search, if a subclass overrides this hook and calls it. Without a subclass, `setup` has done it."""
-        if self._postponed and not starts_from_checkpoint(trainer):
-            self.lr_find(trainer, module)
+        """Search, if a subclass overrides this hook and calls it. Otherwise `setup` has done it: check the learning rates."""
+        if self._postponed:
+            if not starts_from_checkpoint(trainer):
+                self.lr_find(trainer, module)
+            return
+        rates = rates_of(trainer.optimizers[0]) if trainer.optimizers else []
+        if not all(map(same_rate, rates, self._expected)):
+            shown = (", ".join(f"{rate:.4g}" for rate in found) for found in (self._expected, rates))
+            warn(
+                "LearningRateFinder: in the search configure_optimizers made the learning rates {} of the one found, but for "
+                "this run it made {}. Expected the rates that were tested: something that it uses has changed since, such as "
+                "the batch size. Fix: put BatchSizeFinder before LearningRateFinder, and compute learning rates in "
+                "configure_optimizers, not in setup.".format(*shown)
+            )
 
     @property
     def _postponed(self) -> bool:

@@ -13,7 +13,7 @@ from helpers.runs.trainers import Memory, parameters_of, same
 from helpers.worlds.worlds import run_world
 
 from trainkit import Trainer
-from trainkit.callbacks import LearningRateFinder, ModelCheckpoint
+from trainkit.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
 from trainkit.tuner import Tuner
@@ -108,11 +108,14 @@ def test_the_arguments_are_those_of_the_tuner(make_trainer: Any) -> None:
     class Rated(TinyModule):
         rate = 1.0
 
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.rate)
+
     module = Rated()
     options: dict[str, Any] = {"min_lr": 1e-3, "max_lr": 1e2, "mode": "linear", "early_stop_threshold": None}
     finder = LearningRateFinder(num_training_steps=40, attr_name="rate", **options)
     make_trainer(finder).fit(module, tiny_loader())
-    again = LearningRateFinder(num_training_steps=40, update_attr=False, **options)
+    again = LearningRateFinder(num_training_steps=40, update_attr=False, attr_name="rate", **options)
     make_trainer(again).fit(module, tiny_loader())
     assert finder.optimal_lr is not None
     assert again.optimal_lr is not None
@@ -207,3 +210,54 @@ def test_a_subclass_that_searches_before_training(make_trainer: Any) -> None:
     make_trainer(finder, max_epochs=1).fit(module, tiny_loader())
     assert finder.optimal_lr is not None
     assert module.rates[0] == finder.optimal_lr.suggestion()
+
+
+class Scaled(SetUpTwice):
+    """Has a group with a tenth of the learning rate, and may change what it computes from after the search."""
+
+    batch_size, changes = 4, False
+
+    def setup(self, stage: str) -> None:
+        if self.changes:
+            self.learning_rate *= 2
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": [self.layer.weight], "lr": self.learning_rate / 10}, {"params": [self.layer.bias]}]
+        return torch.optim.SGD(groups, lr=self.learning_rate * 4 / self.batch_size)
+
+    def train_dataloader(self) -> Any:
+        return tiny_loader(64, self.batch_size)
+
+
+def test_groups_with_other_rates(make_trainer: Any, recwarn: Any) -> None:
+    finder, module = LearningRateFinder(num_training_steps=20, min_lr=1e-4), Scaled()
+    trainer = make_trainer(finder, max_epochs=1)
+    trainer.fit(module, tiny_loader())
+    rate = module.learning_rate
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([rate / 10, rate])
+
+    class InEpochs(LearningRateFinder):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            return
+
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            self.lr_find(trainer, module)
+
+    module = Scaled()
+    trainer = make_trainer(InEpochs(num_training_steps=20, min_lr=1e-4), max_epochs=1)
+    trainer.fit(module, tiny_loader())
+    rate = module.learning_rate
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == pytest.approx([rate / 10, rate])
+    assert not [one for one in recwarn if "LearningRateFinder" in str(one.message)]
+
+
+@pytest.mark.parametrize("order", ["setup", "batch size later", "batch size first"])
+def test_a_run_with_other_rates_than_the_search_warns(make_trainer: Any, order: str, recwarn: Any) -> None:
+    finders = [LearningRateFinder(num_training_steps=20, min_lr=1e-4), BatchSizeFinder(max_val=8)]
+    module = Scaled()
+    module.changes = order == "setup"
+    given = {"setup": finders[:1], "batch size later": finders, "batch size first": finders[::-1]}[order]
+    make_trainer(*given, max_steps=1).fit(module)
+    found = [str(one.message) for one in recwarn if "Expected the rates that were tested" in str(one.message)]
+    assert len(found) == (order != "batch size first")
+    assert not found or "Fix: put BatchSizeFinder before LearningRateFinder" in found[0]

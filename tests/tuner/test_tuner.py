@@ -187,7 +187,7 @@ def test_the_rates_that_a_trial_uses() -> None:
             seen.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
 
     tuner = Tuner(make_trainer(accumulate_grad_batches=2))
-    found = tuner.lr_find(Grouped(), tiny_loader(), min_lr=1e-4, max_lr=1e-2, num_training=3)
+    found = tuner.lr_find(Grouped(), tiny_loader(), min_lr=1e-4, max_lr=1e-2, num_training=3, update_attr=False)
     assert found is not None
     assert found.results["lr"] == pytest.approx([1e-4, 1e-3, 1e-2])
     assert seen == [(pytest.approx(rate), pytest.approx(rate)) for rate in (1e-4, 1e-3, 1e-2)]
@@ -208,7 +208,8 @@ def test_the_suggestion_is_set(place: str) -> None:
 
     class Rated(TinyModule):
         def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=1.0)
+            rates = {"module": lambda: self.learning_rate, "named": lambda: self.rate}
+            return torch.optim.SGD(self.parameters(), lr=rates.get(place, lambda: self.trainer.datamodule.lr)())
 
     module: Any = Dropping() if place == "hparams" else Rated()
     datamodule: Any = Data()
@@ -225,6 +226,116 @@ def test_the_suggestion_is_set(place: str) -> None:
     owner = {"hparams": module.hparams, "datamodule": datamodule}.get(place, module)
     attribute = {"hparams": "lr", "datamodule": "lr", "named": "rate"}.get(place, "learning_rate")
     assert getattr(owner, attribute) == rate
+
+
+class Scaled(TinyModule):
+    """Computes its learning rates from the attribute; records those that the steps use."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(0.5)
+        self.kind, self.rates = kind, list[list[float]]()
+
+    def configure_optimizers(self) -> Any:
+        rate, groups = self.learning_rate, [{"params": [self.layer.weight]}, {"params": [self.layer.bias]}]
+        make: dict[str, Any] = {
+            "product": {"lr": 4 * rate},
+            "quotient": {"lr": torch.tensor(rate / 64)},
+            "one cycle": {"lr": rate},
+            "warm-up": {"lr": 2 * rate},
+        }
+        if self.kind in ("groups", "constant group"):
+            groups[0]["lr"] = rate / 10 if self.kind == "groups" else 0.001
+        optimizer = torch.optim.SGD(groups, **make.get(self.kind, {"lr": rate}))
+        if self.kind == "one cycle":
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3 * rate, rate], total_steps=10)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": cycle, "interval": "step"}}
+        if self.kind == "warm-up":
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": "cosine", "warmup_steps": 2, "total_steps": 9}}
+        return optimizer
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.rates.append([float(group["lr"]) for group in optimizer.param_groups])
+
+
+@pytest.mark.parametrize(
+    "kind, factors, constants",
+    [
+        ("product", (4, 4), (0, 0)),
+        ("quotient", (1 / 64, 1 / 64), (0, 0)),
+        ("groups", (0.1, 1), (0, 0)),
+        ("constant group", (0, 1), (0.001, 0)),
+        ("one cycle", (3, 1), (0, 0)),
+        ("warm-up", (2, 2), (0, 0)),
+    ],
+)
+def test_the_trial_trains_with_the_rates_of_the_run(
+    kind: str, factors: tuple[float, ...], constants: tuple[float, ...], caplog: Any
+) -> None:
+    tested: list[list[float]] = []
+
+    class Noting(Scaled):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            tested.append([float(group["lr"]) for group in optimizer.param_groups])
+
+    module = Noting(kind)
+    found = Tuner(make_trainer()).lr_find(module, tiny_loader(64), min_lr=1e-4, max_lr=0.3, num_training=30)
+    assert found is not None
+    for value, rates in zip(found.results["lr"], tested, strict=False):
+        assert rates == pytest.approx([c + f * value for f, c in zip(factors, constants, strict=True)], rel=1e-4)
+    assert module.learning_rate == found.suggestion()
+    run = Scaled(kind)
+    run.learning_rate = module.learning_rate
+    make_trainer(max_steps=9).fit(run, tiny_loader(64))
+    largest = [max(column) for column in zip(*run.rates, strict=True)]
+    at = tested[found.results["lr"].index(module.learning_rate)]
+    assert largest == pytest.approx(at, rel=1e-4)
+    shown = ", ".join(f"{rate:.4g}" for rate in (at if len(set(at)) > 1 else at[:1]))
+    assert caplog.text.count(f" of a trial. configure_optimizers makes {shown} of it.") == 1
+
+
+@pytest.mark.parametrize(
+    "rate, text",
+    [
+        (lambda own: 0.1, "does not use 'learning_rate': the learning rate stays 0.1 when it changes"),
+        (lambda own: min(own, 0.01), r"do not grow evenly with it \(1e-08 → 1e-08, 0.0001 → 0.0001, 1 → 0.01\)"),
+        (lambda own: own**2, "do not grow evenly"),
+    ],
+)
+def test_rates_that_cannot_be_searched(rate: Any, text: str) -> None:
+    class Own(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=rate(self.learning_rate))
+
+    module = Own()
+    with pytest.raises(ConfigurationError, match=text):
+        Tuner(make_trainer()).lr_find(module, tiny_loader())
+    assert module.learning_rate == 0.1
+    found = Tuner(make_trainer()).lr_find(module, tiny_loader(), num_training=3, update_attr=False, max_lr=0.1)
+    assert found is not None
+    assert found.results["lr"] == pytest.approx([1e-8, 0.1**4.5, 0.1])  # of the optimizer
+
+
+def test_hparams_of_a_data_module_that_a_trial_shares() -> None:
+    class Data(DataModule):
+        def __init__(self, lr: float = 0.5) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self) -> Any:
+            return tiny_loader(64)
+
+    class Rated(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=2 * self.trainer.datamodule.hparams.lr)
+
+    data, module = Data(), Rated()
+    found = Tuner(make_trainer()).lr_find(module, data, update_attr=False, num_training=20, max_lr=0.1)
+    assert data.hparams.lr == 0.5
+    again = Tuner(make_trainer()).lr_find(module, data, num_training=20, max_lr=0.1)
+    assert found is not None
+    assert again is not None
+    assert found.results == again.results
+    assert data.hparams.lr == found.suggestion()
 
 
 def test_a_data_module_by_its_name() -> None:
@@ -356,6 +467,15 @@ def test_the_steps_of_a_trial_and_the_name_of_the_size(caplog: Any) -> None:
     trainer = make_trainer(accumulate_grad_batches=8)
     tried(caplog, trainer=trainer, module=Named(), batch_arg_name="size", steps_per_trial=2, max_trials=1)
     assert steps == [(2, 0), (2, 0), (2, 1), (2, 1)]  # a window needs as much memory with two micro-batches as with eight
+
+
+def test_the_batches_of_a_loader_that_scales_the_size(caplog: Any) -> None:
+    class Doubled(Sized):
+        def train_dataloader(self) -> Any:
+            return tiny_loader(64, 2 * self.batch_size)
+
+    assert tried(caplog, module=Doubled()) == (8, [2, 4, 8, 16])
+    assert "batch_size is 8 from now on, after 4 trials. The batches of the loader then have 16." in caplog.text
 
 
 def test_a_data_module_with_the_size() -> None:

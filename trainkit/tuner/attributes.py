@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import ConfigurationError
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["FoundAttribute", "find_attribute", "saved_state", "starts_from_checkpoint"]
+__all__ = ["FoundAttribute", "existing_attribute", "find_attribute", "saved_state", "starts_from_checkpoint"]
 
 
 class FoundAttribute:
@@ -34,6 +35,19 @@ class FoundAttribute:
         """The value of the first owner."""
         return getattr(self._owners[0], self.name) if self._owners else self._hparams[0][self.name]
 
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Afterwards it has its values again, which may differ from place to place."""
+        values = [getattr(owner, self.name) for owner in self._owners]
+        saved = [parameters[self.name] for parameters in self._hparams]
+        try:
+            yield
+        finally:
+            for owner, value in zip(self._owners, values, strict=True):
+                setattr(owner, self.name, value)
+            for parameters, value in zip(self._hparams, saved, strict=True):
+                parameters[self.name] = value
+
     def set(self, value: Any) -> None:
         """Set it in all places."""
         for owner in self._owners:
@@ -48,17 +62,25 @@ def find_attribute(names: tuple[str, ...], module: TrainModule, datamodule: Data
     Raises:
         ConfigurationError: none of them exists; `fix` is the end of the message.
     """
+    found = existing_attribute(names, module, datamodule)
+    if found is None:
+        where = " and ".join(type(place).__name__ for place in (module, datamodule) if place is not None)
+        raise ConfigurationError(
+            f"the tuner sets an attribute, and {where} has none of these: {', '.join(names)}. Expected it as an attribute, or "
+            f"as an argument of __init__ that save_hyperparameters() keeps. {fix}"
+        )
+    return found
+
+
+def existing_attribute(names: tuple[str, ...], module: TrainModule, datamodule: DataModule | None) -> FoundAttribute | None:
+    """The first of these attributes that exists; `None`: none of them does."""
     places = [place for place in (module, datamodule) if place is not None]
     for name in names:
         owners = [place for place in places if hasattr(place, name)]
         hparams = [place.hparams for place in places if name in place.hparams]
         if owners or hparams:
             return FoundAttribute(name, owners, hparams)
-    where = " and ".join(type(place).__name__ for place in places)
-    raise ConfigurationError(
-        f"the tuner sets an attribute, and {where} has none of these: {', '.join(names)}. Expected it as an attribute, or as "
-        f"an argument of __init__ that save_hyperparameters() keeps. {fix}"
-    )
+    return None
 
 
 def starts_from_checkpoint(trainer: Trainer) -> bool:

@@ -106,7 +106,9 @@ def find_batch_size(
         size = trials.search()
     finally:
         attribute.set(before if size is None else size)
-    notice(f"batch size: {attribute.name} is {size} from now on, after {trials.made} trials.")
+    loaded = trials.loaded.get(size)
+    more = f" The batches of the loader then have {loaded}." if loaded not in (None, size) else ""
+    notice(f"batch size: {attribute.name} is {size} from now on, after {trials.made} trials.{more}")
     return size
 
 
@@ -142,6 +144,7 @@ class Trials:
 
     Attributes:
         made: number of trials so far.
+        loaded: size → the batch size of the loader in its trial, if that has one.
     """
 
     def __init__(
@@ -157,7 +160,7 @@ class Trials:
         self._options, self._attribute = options, attribute
         self._world = trainer.strategy.world
         self._largest = options.max_val  # that can make a difference
-        self._loaded: int | None = None  # the batch size of the loader in the last trial
+        self.loaded: dict[int, int] = {}
         self.made = 0
 
     def search(self) -> int:
@@ -196,7 +199,7 @@ class Trials:
         """Whether a trial with this size has enough memory on all processes."""
         self.made += 1
         self._attribute.set(size)
-        own = self._try()  # afterwards nothing refers to the tensors of the trial
+        own = self._try(size)  # afterwards nothing refers to the tensors of the trial
         release_memory()
         outcomes = self._world.exchange(own)
         failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in ("fits", "memory")]
@@ -207,7 +210,7 @@ class Trials:
         notice(f"batch size {size}: {'fits' if fits else 'does not fit into memory'}.")
         return fits
 
-    def _try(self) -> str:
+    def _try(self, size: int) -> str:
         """Run a trial: "fits", "memory", or with several processes the text of an error."""
         probe = MemoryProbe(self._world.size > 1, 4 * self._options.steps_per_trial)
         try:
@@ -225,7 +228,7 @@ class Trials:
             if self._world.size == 1:
                 raise
             return f"{type(error).__name__}: {error}"
-        self._note_loader(getattr(trial, _SOURCES[self._stage]))
+        self._note_loader(size, getattr(trial, _SOURCES[self._stage]))
         return "fits"
 
     def _limits(self) -> dict[str, Any]:
@@ -244,7 +247,7 @@ class Trials:
             "min_steps": None,
         }
 
-    def _note_loader(self, source: Any) -> None:
+    def _note_loader(self, size: int, source: Any) -> None:
         """Note which sizes are too large for the data, and check that the loader has the batch size."""
         if isinstance(source, list):
             raise ConfigurationError(
@@ -252,12 +255,13 @@ class Trials:
                 "data module or the module while you search"
             )
         loaded = batch_size_of(source)
-        if loaded is not None and loaded == self._loaded:
+        if loaded is not None and loaded == next(reversed(self.loaded.values()), None):
             raise ConfigurationError(
                 f"the batch size of the loader stays {loaded} when {self._attribute.name} changes. Expected a loader that uses "
                 f"it. Fix: DataLoader(dataset, batch_size=self.{self._attribute.name})"
             )
-        self._loaded = loaded
+        if loaded is not None:
+            self.loaded[size] = loaded
         try:
             samples = len(source.dataset)
         except (AttributeError, NotImplementedError, TypeError):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from trainkit.callback import Callback
 from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, OptimizerError, missing_package
-from trainkit.tuner.attributes import find_attribute
+from trainkit.tuner.attributes import existing_attribute, find_attribute
+from trainkit.tuner.group_rates import GroupRates, measure_rates
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["RangeTest", "RangeTestOptions", "assign_rate", "find_learning_rate"]
+__all__ = ["RangeTest", "RangeTestOptions", "find_learning_rate"]
 
 _SMOOTHING = 0.98  # of the losses: the weight of the past
 _MODES = ("exponential", "linear")
@@ -42,8 +42,9 @@ class RangeTest:
         num_training: Number of learning rates.
 
     Attributes:
-        results: `"lr"` and `"loss"`, two lists of the same length: the learning rate of each optimizer step, and the loss
-            before that step as an exponential moving average (0.98) of the mean over all processes, corrected for its start.
+        results: `"lr"` and `"loss"`, two lists of the same length: the learning rate of each optimizer step, as a value of
+            the attribute that `configure_optimizers` uses, and the loss before that step as an exponential moving average
+            (0.98) of the mean over all processes, corrected for its start.
 
     Example:
         ```python
@@ -223,7 +224,7 @@ class RangeTestOptions:
 
 def find_learning_rate(
     trainer: Trainer, module: TrainModule, options: RangeTestOptions, dataloaders: Any, datamodule: DataModule | None
-) -> RangeTest | None:
+) -> tuple[RangeTest | None, list[float]]:
     """Run a range test. Collective; the result is the same on all processes.
 
     Args:
@@ -234,10 +235,11 @@ def find_learning_rate(
         datamodule: the user's.
 
     Returns:
-        The result; `None`, with a notice, in a `fast_dev_run`.
+        The result; `None`, with a notice, in a `fast_dev_run`. And the learning rates of the parameter groups that
+        `configure_optimizers` makes of the suggestion; empty if no attribute was set.
 
     Raises:
-        ConfigurationError: the attribute does not exist.
+        ConfigurationError: the attribute does not exist, or `configure_optimizers` does not use it.
         OptimizerError: there is not exactly one optimizer.
     """
     begun, world = bool(trainer.stage and trainer.optimizers), trainer.strategy.world
@@ -248,28 +250,25 @@ def find_learning_rate(
         )
     if trainer.fast_dev_run:
         notice("no learning rate is searched in a fast_dev_run.")
-        return None
+        return None, []
     fix = "Fix: self.lr = lr in __init__, or name yours: attr_name='my_lr', or update_attr=False"
     attribute = find_attribute(options.names, module, datamodule, fix) if options.update_attr else None
     found = RangeTest(options.mode, options.min_lr, options.max_lr, options.num_training)
-    probe = RangeProbe(found.rates(), options.early_stop_threshold)
+    probe = RangeProbe(found.rates(), options)
     limits = {"alone": begun, "begun": begun, **_limits(options.num_training)}
     trainer._run_trial("fit", module, probe, dataloaders=dataloaders, datamodule=datamodule, **limits)
     found._keep(_mean_over_ranks(world.exchange(probe.losses())), options.early_stop_threshold)
     rate = found.suggestion() if attribute is not None else None
-    if attribute is not None and rate is not None:
-        attribute.set(rate)
-        notice(f"learning rate: {attribute.name} is {rate:.4g} from now on, after {len(found.results['lr'])} steps of a trial.")
-    return found
-
-
-def assign_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):  # compiled and captured steps refer to it
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
+    if attribute is None or rate is None:
+        return found, []
+    attribute.set(rate)
+    if begun:
+        probe.group_rates.assign(trainer.optimizers[0], rate)
+    notice(
+        f"learning rate: {attribute.name} is {rate:.4g} from now on, after {len(found.results['lr'])} steps of a trial."
+        + probe.group_rates.text(rate)
+    )
+    return found, probe.group_rates.of(rate)
 
 
 def _limits(steps: int) -> dict[str, Any]:
@@ -286,16 +285,23 @@ def _mean_over_ranks(by_rank: list[list[float]]) -> list[float]:
 class RangeProbe(Callback):
     """Sets the learning rate of each optimizer step in a trial, and records the losses.
 
+    If `configure_optimizers` uses the attribute, each parameter group gets the learning rate that it makes of the one that is
+    tested; otherwise all get the same.
+
     Args:
         rates: the learning rates.
-        threshold: requests a stop when the smoothed loss is more than this times its smallest value.
+        options: of the test.
+
+    Attributes:
+        group_rates: the learning rates of the parameter groups, from the start of the trial on.
     """
 
-    def __init__(self, rates: list[float], threshold: float | None) -> None:
-        self._rates = rates
-        self._average, self._judged = Smoothed(threshold), 0
+    def __init__(self, rates: list[float], options: RangeTestOptions) -> None:
+        self._rates, self._options = rates, options
+        self._average, self._judged = Smoothed(options.early_stop_threshold), 0
         self._by_step: list[list[Any]] = [[] for _ in rates]  # the losses of the micro-batches of each step
         self._left = 2 * len(rates)  # windows, so that a trial ends in which the loss scaler skips all steps
+        self.group_rates: GroupRates
 
     def losses(self) -> list[float]:
         """The mean loss of each step."""
@@ -308,6 +314,13 @@ class RangeProbe(Callback):
                 f"configure_optimizers of {type(module).__name__} returned {len(trainer.optimizers)} optimizers. Expected one, "
                 "whose learning rate a range test can change. Fix: return torch.optim.AdamW(self.parameters(), lr=self.lr)"
             )
+        measured, options = None, self._options
+        attribute = existing_attribute(options.names, module, trainer.datamodule)
+        if attribute is not None:
+            ends = options.min_lr, options.max_lr
+            measured = measure_rates(trainer, module, attribute, ends, needed=options.update_attr)
+        groups = len(trainer.optimizers[0].param_groups)
+        self.group_rates = GroupRates([(0.0, 1.0)] * groups) if measured is None else measured
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
@@ -321,7 +334,7 @@ class RangeProbe(Callback):
                 trainer.should_stop = True
         if step >= len(self._rates):
             return
-        assign_rate(trainer.optimizers[0], self._rates[step])
+        self.group_rates.assign(trainer.optimizers[0], self._rates[step])
         self._step = step
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -64,8 +64,10 @@ class Tuner:
         """Run a learning-rate range test: train for a few steps with a learning rate that grows in each of them.
 
         The loss falls most steeply at a learning rate that is a good start (L. N. Smith: Cyclical learning rates for
-        training neural networks, WACV 2017). The module must have exactly one optimizer; all its parameter groups get the
-        same learning rate. With accumulation, the loss of a step is the mean over its window.
+        training neural networks, WACV 2017). The module must have exactly one optimizer. The learning rates are values of
+        the attribute: each parameter group gets what `configure_optimizers` makes of them, which is called three times more
+        for that. If it does not use the attribute, all groups get the same, with `update_attr=False`; otherwise it is an
+        error. With accumulation, the loss of a step is the mean over its window.
 
         Args:
             model: The module.
@@ -86,8 +88,8 @@ class Tuner:
             The result; `None`, with a notice, in a `fast_dev_run`.
 
         Raises:
-            ConfigurationError: An argument is wrong, the attribute does not exist, or the trainer has a
-                `LearningRateFinder`.
+            ConfigurationError: An argument is wrong, the attribute does not exist, `configure_optimizers` does not use it
+                or makes learning rates of it that do not grow evenly with it, or the trainer has a `LearningRateFinder`.
             DataError: The data is an iterator, which the trial would use up.
             ModuleError: The module cannot be copied.
             OptimizerError: There is not exactly one optimizer.
@@ -102,7 +104,7 @@ class Tuner:
             )
         self._refuse("LearningRateFinder")
         train_dataloaders, datamodule = _separated(train_dataloaders, datamodule)
-        return find_learning_rate(self._trainer, _uncompiled(model), options, train_dataloaders, datamodule)
+        return find_learning_rate(self._trainer, _uncompiled(model), options, train_dataloaders, datamodule)[0]
 
     def scale_batch_size(
         self,
