@@ -72,6 +72,14 @@ def test_a_profile_of_its_own(run_dir: Path) -> None:
         torch.ones(3).sum()
     assert profile.record_shapes
     assert [path.name for path in (run_dir / "traces").iterdir()] == ["profile_0.json"]
+    first = (run_dir / "traces" / "profile_0.json").read_text("utf-8")
+    for folder in ("traces", "traces", "others"):
+        with accelerator.profile(ProfileKwargs(output_trace_dir=folder)):
+            torch.ones(3).prod()
+    names = ["profile_0-v1.json", "profile_0-v2.json", "profile_0.json"]
+    assert sorted(path.name for path in (run_dir / "traces").iterdir()) == names
+    assert [path.name for path in (run_dir / "others").iterdir()] == ["profile_0.json"]
+    assert (run_dir / "traces" / "profile_0.json").read_text("utf-8") == first
 
 
 def test_a_state_that_does_not_fit() -> None:

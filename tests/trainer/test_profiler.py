@@ -209,3 +209,28 @@ def test_an_unknown_profiler() -> None:
     with pytest.raises(ConfigurationError, match="profiler must be a name"):
         make_trainer(profiler=3)
     assert isinstance(make_trainer(profiler="Simple").profiler, SimpleProfiler)
+
+
+def test_each_run_of_a_trainer_keeps_its_files(tmp_path: Path) -> None:
+    for profiler in (SimpleProfiler(tmp_path / "simple", "perf"), AdvancedProfiler(tmp_path / "all", "perf", dump_stats=True)):
+        trainer = make_trainer(profiler=profiler)
+        trainer.fit(TinyModule(), tiny_loader())
+        for _ in range(2):
+            trainer.test(TinyModule(), tiny_loader(), verbose=False)
+        trainer.fit(TinyModule(), tiny_loader())
+        profiler.describe()  # of the same run
+    names = ["fit-perf-v1", "fit-perf", "test-perf-v1", "test-perf"]
+    assert sorted(path.name for path in (tmp_path / "simple").iterdir()) == [f"{name}.txt" for name in names]
+    dumped = sorted(f"{name}{suffix}" for name in names for suffix in (".prof", ".txt"))
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == dumped
+    text = {name: (tmp_path / "simple" / f"{name}.txt").read_text("utf-8") for name in names}
+    assert all(("training_step" in text[name]) == name.startswith("fit") for name in names)
+
+
+def test_the_rank_in_the_name_is_that_of_all_processes(tmp_path: Path) -> None:
+    """Local ranks are the same on several nodes, which may share the folder."""
+    profiler = SimpleProfiler(tmp_path, "perf")
+    profiler._rank = 5
+    profiler.setup("fit", 1)
+    profiler.describe()
+    assert [path.name for path in tmp_path.iterdir()] == ["fit-perf-5.txt"]

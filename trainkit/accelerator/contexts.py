@@ -19,6 +19,8 @@ __all__ = ["ContextVerbs"]
 class ContextVerbs(PrepareVerbs):
     """The methods of `trainkit.Accelerator` for `with`."""
 
+    _traces: list[str]
+
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """A context that computes in the accelerator's precision. A prepared model does so by itself.
 
@@ -57,4 +59,7 @@ class ContextVerbs(PrepareVerbs):
         with handler.build() as recording:
             yield recording
         if folder is not None:
-            recording.export_chrome_trace(os.path.join(folder, f"profile_{self.strategy.rank}.json"))
+            stem = os.path.join(folder, f"profile_{self.strategy.rank}")
+            earlier = self._traces.count(stem)
+            self._traces.append(stem)
+            recording.export_chrome_trace(f"{stem}-v{earlier}.json" if earlier else f"{stem}.json")

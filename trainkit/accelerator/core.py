@@ -179,6 +179,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         CheckpointVerbs.__init__(self, options, Prepared(self._bare, self._optimizers, self._schedulers, self._loaders))
         self.reading.end_late, self.reading.begin_epoch = self._end_late, self.recheck_parameters
         self._weighing: dict[tuple[int, ...], Weighing] = {}  # by the ids of the models of `accumulate`
+        self._traces: list[str] = []  # the files of `profile`, without their endings
         self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
         self._building = ExitStack()  # the context in which models of transformers are created
 

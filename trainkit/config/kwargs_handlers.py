@@ -283,7 +283,8 @@ class ProfileKwargs(KwargsHandler):
         with_stack: Record the source line of each operation.
         with_flops: Estimate the FLOPs of matrix products and convolutions.
         with_modules: Record the module of each operation.
-        output_trace_dir: The folder for `profile_<rank>.json`, which Perfetto opens.
+        output_trace_dir: The folder for `profile_<rank>.json`, which Perfetto opens; later contexts of the same accelerator
+            write `profile_<rank>-v1.json`, …
 
     Raises:
         ConfigurationError: An activity is unknown, or an option of the schedule is unknown or missing.

@@ -265,6 +265,7 @@ def set_up(trainer: Trainer, run: Run) -> None:
     assert stage is not None
     share_log_folders(run, _saved_loggers(run))
     if run.profiler is not None:
+        run.profiler._rank = strategy.world.rank if run.several else None
         run.profiler.setup(stage, strategy.local_rank if run.several else None, trainer.log_dir)
     generators = [*strategy.generators(), *other_generators(strategy.device)]  # configure_model may create layers anywhere
     seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), generators)

@@ -8,7 +8,7 @@ import pstats
 import time
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -35,8 +35,8 @@ class Profiler:
 
     Args:
         dirpath: Folder of the files that it writes. Default: the log folder of the run, from the start of the run on.
-        filename: Write the summary to this file, `{stage}-{filename}.txt`, with the local rank added if there are several
-            processes. Default: the main process prints it.
+        filename: Write the summary to this file, `{stage}-{filename}.txt`, with the rank added if there are several
+            processes, and `-v1`, `-v2`, … in later runs of the same stage. Default: the main process prints it.
 
     Raises:
         MissingMethodError: `profile` is called, and neither it nor `start` and `stop` are defined.
@@ -63,6 +63,8 @@ class Profiler:
     _log_dir: str | Path | None = None
     _stage: str | None = None
     _local_rank: int | None = None
+    _rank: int | None = None  # of all processes: local ranks occur on several nodes, which may share the folder
+    _runs: Mapping[Path, int] = {}  # replaced, not changed
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
         self.dirpath, self.filename = dirpath, filename
@@ -87,6 +89,7 @@ class Profiler:
             log_dir: The log folder of the run.
         """
         self._stage, self._local_rank, self._log_dir = stage, local_rank, log_dir
+        self._begin_files()
 
     def teardown(self, stage: str | None = None) -> None:
         """The run has ended."""
@@ -137,11 +140,21 @@ class Profiler:
         except OSError as error:
             warn(f"{type(self).__name__} could not write {path}: {error}. Training is not affected. Fix: free some space")
 
-    def _path(self, suffix: str) -> Path:
-        """A file of this profiler, stage and process."""
-        parts = [self._stage, self.filename or "profile", self._local_rank]
-        name = "-".join(str(part) for part in parts if part is not None)
-        return Path(self.dirpath or ".") / (name + suffix)
+    def _begin_files(self) -> None:
+        """The files that are written from now on replace none that this profiler has written before."""
+        stem = self._stem()
+        self._runs = {**self._runs, stem: self._runs.get(stem, 0) + 1}
+
+    def _path(self, suffix: str, default: str = "profile") -> Path:
+        """A file of this profiler, stage, process and run; `default`: its name if there is no `filename`."""
+        version = self._runs.get(self._stem(), 1) - 1
+        stem = self._stem(default)
+        return stem.with_name(stem.name + (f"-v{version}" if version else "") + suffix)
+
+    def _stem(self, default: str = "profile") -> Path:
+        rank = self._local_rank if self._rank is None else self._rank
+        parts = [self._stage, self.filename or default, rank]
+        return Path(self.dirpath or ".") / "-".join(str(part) for part in parts if part is not None)
 
     def wrapped(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, profiled as `action`."""
@@ -271,7 +284,8 @@ class AdvancedProfiler(Profiler):
         dirpath: As in `Profiler`.
         filename: As in `Profiler`.
         line_count_restriction: Number of functions in the summary (int), or a fraction of them (float).
-        dump_stats: Write the whole profile as well, for `pstats`, to `{stage}-{filename}.prof` in `dirpath`.
+        dump_stats: Write the whole profile as well, for `pstats`, to `{stage}-{filename}.prof` in `dirpath`; named like the
+            summary.
     """
 
     def __init__(

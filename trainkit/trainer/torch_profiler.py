@@ -21,11 +21,15 @@ _EVALUATIONS = {"validate": "validation_step", "test": "test_step", "predict": "
 _EVERYTHING = {"row_limit", "sort_by"}  # of the table, which have arguments of their own
 
 
+_NOTHING = "no micro-batch was profiled: the run was shorter than wait + warmup + active"
+
+
 class PyTorchProfiler(Profiler):
     """`torch.profiler` over a few micro-batches of training, or batches of an evaluation; writes a Chrome trace.
 
-    The trace is `trace.json`; with a `filename` it is `{stage}-{filename}-trace.json`, with several processes it has the
-    local rank in front. Outside a run it profiles from the first `profile(action_name)` to `describe()` or `summary()`.
+    The trace is `{stage}-trace.json`, such as `fit-trace.json`; with a `filename` it is `{stage}-{filename}-trace.json`. With
+    several processes the rank is added, in later runs of the same stage `-v1`, `-v2`, …, and in later cycles of a `schedule`
+    `-cycle-2`, … Outside a run it profiles from the first `profile(action_name)` to `describe()` or `summary()`.
 
     Args:
         dirpath: As in `Profiler`.
@@ -44,7 +48,8 @@ class PyTorchProfiler(Profiler):
             `schedule=None` keeps the whole run.
 
     Attributes:
-        function_events: The events of the micro-batches that were kept, a list of torch; `None`: there are none yet.
+        function_events: The events of the micro-batches that were kept in the last run, in the last cycle of its `schedule`, a
+            list of torch; `None`: there are none yet.
         trace_path: The file of the trace; `None` before a run.
 
     Raises:
@@ -82,7 +87,8 @@ class PyTorchProfiler(Profiler):
         self._options = {"schedule": schedule, "record_shapes": record_shapes or group_by_input_shapes, **profiler_kwargs}
         self._inner: torch.profiler.profile | None = None
         self._open: dict[str, record_function] = {}  # the actions that `start` began
-        self._table = "no micro-batch was profiled: the run was shorter than wait + warmup + active"
+        self._table = _NOTHING
+        self._cycles: list[Path] = []  # the traces of the run
         self.function_events: Any = None
         self.trace_path: Path | None = None
 
@@ -92,14 +98,19 @@ class PyTorchProfiler(Profiler):
         self._begin(self._options)
 
     def _begin(self, options: Mapping[str, Any]) -> None:
-        own = (self._stage, self.filename) if self.filename is not None else ()
-        name = "-".join(str(part) for part in (*own, self._local_rank, "trace.json") if part is not None)
-        self.trace_path = Path(self.dirpath or ".") / name
+        self._table, self._cycles, self.function_events = _NOTHING, [], None
+        self.trace_path = self._trace()
         self._inner = torch.profiler.profile(**{"on_trace_ready": self._keep, **options})
         self._inner.start()
 
+    def _trace(self) -> Path:
+        """The file of the next cycle."""
+        cycle = f"-cycle-{len(self._cycles) + 1}" if self._cycles else ""
+        return self._path(f"{cycle}.json", "trace") if self.filename is None else self._path(f"-trace{cycle}.json")
+
     def _keep(self, profile: Any) -> None:
-        assert self.trace_path is not None
+        self.trace_path = self._trace()
+        self._cycles.append(self.trace_path)
         if self.export_to_chrome:
             with self._surviving(self.trace_path):
                 self.trace_path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,13 +173,14 @@ class PyTorchProfiler(Profiler):
 
     def _begin_outside_a_run(self) -> None:
         if self._stage is None and self._inner is None:
+            self._begin_files()
             self._begin({**self._options, "schedule": None})
 
     def summary(self) -> str:
         """The operators with the most time in the column `sort_by_key`, and the path of the trace."""
         if self._stage is None:
             self.teardown()
-        return f"{self._table}\n{self.trace_path}" if self.export_to_chrome else self._table
+        return "\n".join([self._table, *map(str, self._cycles if self.export_to_chrome else ())])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_inner": None, "_open": {}, "function_events": None}  # a profile cannot be copied
