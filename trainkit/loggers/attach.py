@@ -42,6 +42,8 @@ def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank
             others = [other._run_folder() for other in placed]
             logger._folder = next((other for other in others if other.root == folder.root and other not in taken), folder)
         placed.append(logger)
+        path = logger._run_folder().path if logger.is_main_process and logger._experiment is None else None
+        logger._had_log = path is not None and bool(logger._log_files(path))
 
 
 def _check_files(logger: Logger, same_kind: Sequence[Logger]) -> None:

@@ -81,6 +81,7 @@ class Logger(KnownKeywords):
     _attached: bool = False  # to a Trainer or an Accelerator, whose training it must not end
     _failing: bool = False  # what it logs cannot be written at the moment
     _found: tuple[Mapping[str, Any], Path | None] | None = None  # a state and its folder, if it was searched already
+    _had_log: bool = False  # the folder contained a log already when the Trainer got this logger
     _in_run_folder: bool = True  # False: the backend has its own layout in save_dir
 
     def __init__(
@@ -317,6 +318,10 @@ class Logger(KnownKeywords):
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
         """Remove what was written after the position `files`; returns messages about what is missing before it."""
+        return []
+
+    def _log_files(self, folder: Path) -> list[str]:
+        """The files of a log in `folder`, relative to it, without `hparams.yaml`."""
         return []
 
     def open_experiment(self) -> Any:

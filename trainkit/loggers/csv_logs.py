@@ -91,6 +91,9 @@ class CSVLogger(Logger):
         if self._experiment is not None:
             self._experiment.flush()
 
+    def _log_files(self, folder: Path) -> list[str]:
+        return [_FILE] if os.path.lexists(folder / _FILE) else []
+
     def mark_files(self, folder: Path) -> dict[str, Any]:
         """Numbers of rows and columns of `metrics.csv`; not of bytes, because a new column rewrites the file."""
         path = folder / _FILE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -77,6 +78,9 @@ class JSONLLogger(Logger):
         finally:
             self._texts = None
             super().finalize(status)
+
+    def _log_files(self, folder: Path) -> list[str]:
+        return [name for name in _FILES if os.path.lexists(folder / name)]
 
     def mark_files(self, folder: Path) -> dict[str, Any]:
         marks = {name: mark_of(folder / name) for name in _FILES}

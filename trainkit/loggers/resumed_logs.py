@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainkit.checks import is_whole
 from trainkit.console import notice, warn
+from trainkit.errors import ConfigurationError
 from trainkit.loggers.files import is_regular, open_file
 from trainkit.loggers.log_folder import LogFolder, folder_id, has_folder, is_version
 
@@ -24,8 +26,10 @@ __all__ = [
     "folder_state",
     "has_mark",
     "is_cut_off",
+    "is_given_log_of",
     "mark_of",
     "resume_log",
+    "set_aside",
     "too_short",
 ]
 
@@ -116,12 +120,62 @@ def resume_log(logger: Logger, state: Mapping[str, Any]) -> None:
     path = found[1] if found is not None and found[0] == state else find_folder(logger, state)
     if path is None or not logger.is_main_process:
         return
+    logger._had_log = False  # it is the log of this run
     try:
         missing = logger.cut_files(path, state.get("files", {}))
     except OSError as error:
         missing = [f"what was logged after the checkpoint could not be removed and appears twice: {error}"]
     if missing:
         warn(f"{type(logger).__name__}: the log continues, but {'; '.join(missing)}")
+
+
+def set_aside(loggers: Iterable[Logger]) -> None:
+    """Move the logs of other runs away from where these loggers begin new ones, so that no file has the steps of two runs.
+
+    From `version_0` they go to `version_0-v1`. Loggers of one folder share the new one.
+
+    Raises:
+        ConfigurationError: They cannot be moved.
+    """
+    moved: dict[Path, Path] = {}
+    for logger in loggers:
+        had_log, logger._had_log = logger._had_log, False
+        folder = logger._run_folder().path if had_log else None
+        if folder is None:
+            continue
+        if logger._experiment is not None:
+            logger.finalize("success")
+        try:
+            for name in [*logger._log_files(folder), os.path.relpath(Path(logger.log_dir or folder, "hparams.yaml"), folder)]:
+                if os.path.lexists(folder / name):
+                    target = moved[folder] = moved.get(folder) or _new_sibling(folder)
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    os.rename(folder / name, target / name)
+        except OSError as error:
+            raise ConfigurationError(
+                f"{type(logger).__name__}: {folder} contains the log of another run, which cannot be moved: {error}. "
+                "Fix: let the run have a new folder, version=None"
+            ) from error
+    for folder, target in moved.items():
+        notice(f"{folder} contained the log of another run, which is in {target} now. This run begins a new log.")
+
+
+def _new_sibling(folder: Path) -> Path:
+    """Create `<folder>-v1`, or the first of `<folder>-v2`, … that does not exist."""
+    for number in itertools.count(1):
+        sibling = folder.with_name(f"{folder.name}-v{number}")
+        with suppress(FileExistsError):
+            sibling.mkdir()
+            break
+    return sibling
+
+
+def is_given_log_of(logger: Logger, state: Mapping[str, Any]) -> bool:
+    """Whether a logger was given the log of a state: its folder by `version`, or its run at a tracker by the id."""
+    if not has_folder(logger):
+        return logger.version is not None and logger.version in (state.get(key) for key in ("id", "run_id", "key"))
+    here = _folder_here(logger, state) if "folder" in state else None
+    return here is not None and here.is_dir() and here == logger._run_folder().path and _is_log(logger, here, state)
 
 
 def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:

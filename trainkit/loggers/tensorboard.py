@@ -157,6 +157,9 @@ class TensorBoardLogger(Logger):
         super().write_hyperparams(params)
         self._hparams.update(flatten(params))
 
+    def _log_files(self, folder: Path) -> list[str]:
+        return list(event_files(folder, self._sub_dir))
+
     def mark_files(self, folder: Path) -> dict[str, Any]:
         sizes = event_files(folder, self._sub_dir)
         page = None if self._page is None else list(self._page)

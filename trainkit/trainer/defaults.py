@@ -223,7 +223,7 @@ def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None
 
 
 def start_loggers(run: Run) -> None:
-    """Give the loggers their folders and the hyper-parameters.
+    """Give the loggers their folders, for new logs unless they continue one, and the hyper-parameters.
 
     Raises:
         ConfigurationError: the data module and the module contradict each other, or a folder cannot be written.
@@ -247,6 +247,10 @@ def start_loggers(run: Run) -> None:
 
 def _make_log_folders(loggers: list[Logger]) -> None:
     """Create the folders now: one that cannot be written must stop a run before training, not when it first logs."""
+    if loggers:
+        from trainkit.loggers.resumed_logs import set_aside
+
+        set_aside(loggers)
     for logger in loggers:
         if not logger.is_main_process or not opens_files(logger):
             continue

@@ -227,9 +227,13 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
         notice(f"restored: {', '.join(p for p in PARTS if p in wanted) or 'nothing'}. Not restored: {', '.join(left)}.")
     elif found.path.absolute().parent in saves.folders:
         saves.run_id = manifest.run_id
-    elif run.loggers and not chosen:
+    elif chosen or not run.loggers:
+        pass
+    elif _has_its_log(run, found):
+        notice("this run is not the one that saved the checkpoint, but was given its log: it continues that log.")
+    else:
         wanted.discard("loggers")  # continuing in its files would cut off what the other run has logged since
-        notice("this run is not the one that saved the checkpoint, so it logs to new files.")
+        notice("this run is not the one that saved the checkpoint, so it does not continue the log of that run.")
     saves.resumed_from, saves.resumed_saved_at = found.path, manifest.saved_at
     saves.resumed_finite = manifest.finite is not False
     if "loop" not in wanted:
@@ -239,6 +243,17 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
     run.progress.current_epoch = manifest.epoch - (manifest.epoch % every if every else 0)
     run.progress.global_step = manifest.step
     _take_seed(run, manifest)
+
+
+def _has_its_log(run: Run, found: FoundCheckpoint) -> bool:
+    """Whether a logger was given the log of the checkpoint's run, as by `version`: it continues there, as in its own run."""
+    from trainkit.loggers.attach import states_of
+    from trainkit.loggers.resumed_logs import is_given_log_of
+
+    states = states_of(run.loggers, found.loaded.state.get("loggers", ()))
+    pairs = [(logger, state) for logger, state in zip(run.loggers, states, strict=True) if state is not None]
+    agreed: bool = run.strategy.world.from_main(any(is_given_log_of(logger, state) for logger, state in pairs))
+    return agreed
 
 
 def _note_moved(run: Run, manifest: Manifest, loop: bool) -> None:
