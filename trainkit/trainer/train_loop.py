@@ -107,7 +107,9 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     window, complete, exhausted = OpenWindow(learned=progress.epoch_start > 0), False, False
     micro_batches = plan.micro_batches(progress.current_epoch, progress.epoch_start)
     if plan.loader.length_changes:
-        plan = replace(plan, validate_every=validate_every(run, plan.loader))
+        plan = replace(plan, validate_every=(every := validate_every(run, plan.loader)))
+        if every is not None:  # an epoch that was resumed has had another length until now
+            progress.validations = run.due.intervals(progress.epoch_start, every)
     for micro in micro_batches:
         if micro.batch is None:
             micro = without_data(plan, micro)
@@ -318,7 +320,7 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
     run.end_metrics_of_epoch()  # what callbacks that run last have logged
     if complete:
         advance_schedulers(run, plan, "epoch", progress.current_epoch + 1)
-        progress.begin_next_epoch(progress.batch_idx + 1, run.arguments.check_val_every_n_epoch is None)
+        progress.begin_next_epoch(progress.batches_done, run.arguments.check_val_every_n_epoch is None)
         metrics.stamp = -1  # nothing of the next one has been logged
     else:
         progress.epoch_start = progress.batches_done
