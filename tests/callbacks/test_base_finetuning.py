@@ -254,6 +254,13 @@ def test_an_epoch_is_not_finetuned_twice() -> None:
     assert again.epochs == [2, 3, 4]
 
 
+@pytest.mark.parametrize("before, now, groups", [(4, 1, [1, 2, 2]), (1, 4, [2, 2, 2])])
+def test_another_epoch_after_a_resume(before: int, now: int, groups: list[int]) -> None:
+    """A backbone whose epoch is over by the new argument is unfrozen in the next one; one that is unfrozen stays so."""
+    fit(BackboneFinetuning(before), SaveIn("on_train_batch_end", 7))
+    assert [len(found) for found in rates(BackboneFinetuning(now), ckpt_path="there")] == groups[1:]
+
+
 def test_frozen_batch_norms_after_a_resume() -> None:
     """While they are frozen, their running statistics stay as they are, before and after the resume."""
     start = parameters_of(Pretrained())["backbone.1.running_mean"]
