@@ -117,7 +117,7 @@ class BackboneFinetuning(BaseFinetuning):
 
     def finetune_function(self, pl_module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
-        if epoch == self.unfreeze_backbone_at_epoch:
+        if epoch >= self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is None:
             given, groups = self.backbone_initial_lr, len(optimizer.param_groups)
             own = rate * self.backbone_initial_ratio_lr if given is None else given
             self.unfreeze_and_add_param_group(

@@ -87,8 +87,6 @@ def checkpoint_identity(path: Path) -> bytes | None:
 
 def why_not_a_checkpoint(path: Path) -> str:
     """Why there is no checkpoint at `path`, with the checkpoints next to it."""
-    if path.name.startswith("."):
-        return f"{path} is not a checkpoint: a name that starts with '.' marks one that is incomplete or being removed."
     if (foreign := _of_another_program(path)) is not None:
         return foreign
     inside = _checkpoints_in(path)
@@ -96,6 +94,8 @@ def why_not_a_checkpoint(path: Path) -> str:
         return f"{path} is a folder of checkpoints, expected one of them: {listed(inside)}. Fix: {str(path / inside[-1])!r}."
     if not os.path.lexists(path):
         reason = "this path does not exist"
+    elif path.name.startswith(".") and has_checkpoint_files(path):
+        reason = "a name that starts with '.' marks one that is incomplete or being removed"
     elif path.is_dir():
         readable = os.access(path, os.R_OK | os.X_OK)
         reason = "the folder contains no checkpoint files" if readable else "the folder cannot be read"

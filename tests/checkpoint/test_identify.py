@@ -1,0 +1,74 @@
+"""What is a checkpoint, and why a path is none: hidden files and files of other programs are in no listing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from helpers.resume.checkpoints import make
+
+from trainkit.checkpoint.folder import candidates, folders_below, list_checkpoints
+from trainkit.checkpoint.identify import why_not_a_checkpoint
+from trainkit.checkpoint.lock import LOCK, FolderLock
+from trainkit.checkpoint.manifest import DIGEST
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.cli.checkpoint.listing import checkpoints_at
+from trainkit.errors import CheckpointNotFoundError
+
+INCOMPLETE = "marks one that is incomplete or being removed"
+
+
+def locked(path: Path) -> None:
+    FolderLock(path.parent, "run").acquire()
+
+
+def killed(path: Path) -> None:
+    shutil.copytree("runs/version_0/checkpoints/good", path)
+    (path / DIGEST).unlink()
+
+
+def kept(path: Path) -> None:
+    path.mkdir()
+    (path / "good-checkpoint.json").write_text("{}")
+
+
+STRANGERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    LOCK: (locked, "this is a file; a checkpoint is a folder"),
+    ".DS_Store": (Path.touch, "this is a file; a checkpoint is a folder"),
+    ".nfs000000000001": (Path.touch, "this is a file; a checkpoint is a folder"),
+    "readme.txt": (Path.touch, "this is a file; a checkpoint is a folder"),
+    ".ipynb_checkpoints": (kept, "the folder contains no checkpoint files"),
+    ".locks": (Path.mkdir, "the folder contains no checkpoint files"),
+    "lost+found": (Path.mkdir, "the folder contains no checkpoint files"),
+    ".step-00000009.tmp-abc": (killed, INCOMPLETE),
+    ".good.del-0123456789abcdef": (killed, INCOMPLETE),
+    ".missing": (lambda path: None, "this path does not exist"),
+}
+
+
+@pytest.mark.parametrize("where", ["version_0", "version_0/checkpoints", "version_0/checkpoints/good"])
+@pytest.mark.parametrize("name", STRANGERS)
+def test_a_stranger_is_not_listed(run_dir: Path, name: str, where: str) -> None:
+    folder = run_dir / "runs/version_0/checkpoints"
+    make(folder / "good", 1, run_id="run", metrics={}, minute=1)
+    create, reason = STRANGERS[name]
+    create(run_dir / "runs" / where / name)
+    assert sorted([*os.listdir(run_dir / "runs" / where), name])[0] == name or not name.startswith(".")
+    found = [
+        list_checkpoints(folder),
+        candidates(*folders_below(run_dir / "runs")),
+        *(checkpoints_at(path) for path in (folder, folder.parent, folder.parent.parent, folder / "good")),
+    ]
+    assert [[(one.path, one.problem) for one in listed] for listed in found] == [[(folder / "good", None)]] * 6
+    open_checkpoint(folder / "good").verify()
+    if where.endswith("checkpoints"):
+        why = why_not_a_checkpoint(folder / name)
+        assert reason in why
+        assert (INCOMPLETE in why) == (reason == INCOMPLETE)
+        assert "Checkpoints in" in why
+        assert "'good'" in why
+        with pytest.raises(CheckpointNotFoundError, match="expected a checkpoint, but"):
+            open_checkpoint(folder / name)
