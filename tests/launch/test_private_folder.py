@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from helpers.resume.faulting import Child
 
 from trainkit.distributed.process_identity import ProcessIdentity
 from trainkit.launch import private_folder as module
-from trainkit.launch.guard import WORKERS
+from trainkit.launch.guard import GUARD, WORKERS
 from trainkit.launch.private_folder import private_folder, remove_leftovers
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners of POSIX")
@@ -136,15 +138,36 @@ def test_a_folder_of_another_user_stays(place: Path, dead: dict[str, Any], monke
     assert folder.exists()
 
 
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[Path]:
+    """Lets a folder be that of a launcher whose guard still runs; yields the file with the IDs of its workers."""
+    with open(folder / "inside" / f"{GUARD}1", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        workers = folder / "inside" / WORKERS
+        workers.touch()
+        yield workers
+
+
 def test_guards_that_still_end_workers_are_waited_for(
     place: Path, dead: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = left(place, dead)
-    (folder / "inside" / WORKERS).touch()
     waited: list[float] = []
-    monkeypatch.setattr(module.time, "sleep", lambda _: (waited.append(1), (folder / "inside" / WORKERS).unlink()))
-    remove_leftovers()
+    with guarded(folder) as workers:
+        monkeypatch.setattr(module.time, "sleep", lambda _: (waited.append(1), workers.unlink()))
+        remove_leftovers()
     assert waited == [1]
+    assert not folder.exists()
+
+
+def test_a_slow_guard_still_finds_the_workers(place: Path, dead: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder stays until the guard has ended them, or has ended itself."""
+    monkeypatch.setattr(module, "_GUARDS", 0.0)
+    folder = left(place, dead)
+    with guarded(folder) as workers:
+        remove_leftovers()
+        assert workers.exists()
+    remove_leftovers()
     assert not folder.exists()
 
 

@@ -8,6 +8,7 @@ and what they have started. It imports only the standard library, which takes 10
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -15,9 +16,10 @@ import signal
 import sys
 import time
 
-__all__ = ["DONE", "WORKERS", "guard", "place_file"]
+__all__ = ["DONE", "GUARD", "WORKERS", "guard", "place_file"]
 
 WORKERS = "workers"  # in the launcher's folder: the process IDs of the workers; exists until all of them have ended
+GUARD = "guard-"  # the beginning of the name of a file that a guard keeps locked while it runs
 DONE = "done"  # the file's name when all workers have succeeded
 _STEP = 0.05  # seconds
 _PLACE = (
@@ -35,6 +37,8 @@ def place_file(local_rank: int) -> str:
 def guard(folder: str, launcher: int) -> int:
     """Wait until the launcher with this process ID has removed or renamed the file of its workers; returns the exit code."""
     workers = f"{folder}/{WORKERS}"
+    lock = open(f"{folder}/{GUARD}{os.getpid()}", "w")  # noqa: SIM115 - open until this process ends
+    fcntl.flock(lock, fcntl.LOCK_EX)
     with open(f"{folder}/new-{os.getpid()}", "w") as file:
         json.dump({name: os.environ[name] for name in _PLACE}, file)
     os.rename(file.name, f"{folder}/{place_file(int(os.environ['LOCAL_RANK']))}")

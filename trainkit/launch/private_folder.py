@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainkit.distributed.process_identity import ProcessIdentity
-from trainkit.launch.guard import WORKERS
+from trainkit.launch.guard import GUARD, WORKERS
 
 __all__ = ["MEMORY", "private_folder", "remove_leftovers"]
 
@@ -26,7 +26,7 @@ MEMORY = "/dev/shm"  # on Linux a file system in memory, which a full disk does 
 _PREFIX = "trainkit-"
 _OWNER = "owner.json"  # the file that names the process
 _MAX_OWNER = 4096  # bytes
-_GUARDS = 1.0  # seconds for the guards of a killed launcher to end its workers, whose process IDs they read from the folder
+_GUARDS = 1.0  # seconds to wait for guards of a killed launcher
 
 
 @contextmanager
@@ -46,7 +46,10 @@ def private_folder(name: str = "", *, in_memory: bool = False) -> Iterator[str]:
 
 
 def remove_leftovers() -> None:
-    """Remove the folders of this user's processes that were killed on this host. Never follows a link."""
+    """Remove the folders of this user's processes that were killed on this host. Never follows a link.
+
+    The guards of a killed launcher end its workers, whose process IDs they read from the folder. It stays until they have.
+    """
     if os.name != "posix":
         return
     for place in {MEMORY, tempfile.gettempdir()}:
@@ -54,9 +57,33 @@ def remove_leftovers() -> None:
             for entry in entries:
                 if entry.name.startswith(_PREFIX) and _is_left_over(entry.path):
                     deadline = time.monotonic() + _GUARDS
-                    while any(Path(entry.path).glob(f"*/{WORKERS}")) and time.monotonic() < deadline:
+                    while (needed := _is_needed(Path(entry.path))) and time.monotonic() < deadline:
                         time.sleep(0.01)
-                    shutil.rmtree(entry.path, ignore_errors=True)
+                    if not needed:
+                        shutil.rmtree(entry.path, ignore_errors=True)
+
+
+def _is_needed(folder: Path) -> bool:
+    """Whether a guard still has to end the workers whose process IDs are in a folder."""
+    return any(any(_is_locked(path) for path in file.parent.glob(f"{GUARD}*")) for file in folder.glob(f"*/{WORKERS}"))
+
+
+def _is_locked(path: Path) -> bool:
+    import fcntl
+
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # the guard has just removed it
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return False
 
 
 def _is_left_over(path: str) -> bool:
