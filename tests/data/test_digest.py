@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import copy
 import dataclasses
+import datetime
+import threading
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from helpers.worlds.worlds import run_world
@@ -26,7 +33,10 @@ class Plain:
 
 
 class Slotted:
-    __slots__ = ()
+    __slots__ = ("x",)
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
 
 
 def values() -> list[Any]:
@@ -60,7 +70,22 @@ def values() -> list[Any]:
         Record(1, 2),
         Plain(torch.ones(1)),
         Plain(torch.zeros(1)),
-        Slotted(),
+        Slotted(1),
+        Slotted(torch.ones(1)),
+        PIL.Image.new("L", (2, 2), 1),
+        {"image": PIL.Image.new("L", (2, 2), 2)},
+        {"image": PIL.Image.new("L", (2, 2), 3)},
+        datetime.date(2026, 1, 1),
+        datetime.date(2026, 1, 2),
+        Decimal("1.5"),
+        Path("a"),
+        Path("b"),
+        array.array("i", [1]),
+        array.array("i", [2]),
+        collections.deque([1]),
+        collections.deque([2]),
+        int,
+        str,
         {1, 2},
         {1, 3},
         frozenset({"a", "b", "c", "d"}),
@@ -114,3 +139,8 @@ def test_what_holds_itself_has_one() -> None:
     listed.append(listed)
     assert digest(ring) == digest(ring)
     assert digest(listed) == digest(listed)
+
+
+def test_what_cannot_be_pickled_counts_by_type() -> None:
+    """An object that pickle refuses has a digest."""
+    assert digest([threading.Lock()]) == digest([threading.Lock()]) != digest([threading.RLock()])

@@ -28,7 +28,8 @@ _DISTINCT = 0.9  # share of different samples from which on equal ones mean some
 def digest(batch: Any, part: int = _PART) -> str:
     """A digest that is equal for equal batches in every process, and almost certainly different for different ones.
 
-    Tensors, arrays, numbers and strings count by value, containers and objects by their contents, and everything else by type.
+    Tensors, arrays, images, numbers and strings count by value, containers and objects by their contents, objects without
+    attributes by what pickle would store of them, and what cannot be pickled by type.
     Of a large array, `part` bytes at each end count.
     """
     hasher = hashlib.blake2b(digest_size=16)
@@ -51,6 +52,10 @@ def _add(hasher: _Hasher, value: Any, depth: int) -> None:
         hasher.update(value.encode("utf-8", "surrogatepass"))
     elif isinstance(value, bytes | bytearray):
         hasher.update(value)
+    elif isinstance(value, type):
+        hasher.update(value.__qualname__.encode())
+    elif isinstance(getattr(value, "__array_interface__", None), Mapping):  # an image of PIL has its pixels nowhere else
+        _add_array(hasher, np.asarray(value), depth)
     elif value is None or isinstance(value, bool | int | float | complex):
         hasher.update(repr(value).encode())
     elif isinstance(value, Set) and depth < _DEEP:
@@ -61,14 +66,25 @@ def _add(hasher: _Hasher, value: Any, depth: int) -> None:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """The keys and values of a mapping, the items of a list, the fields of a dataclass, or an object's attributes."""
+    """The keys and values of a mapping, the items of a list, the fields of a dataclass, or the parts of an object."""
     if isinstance(value, Mapping):
         return chain.from_iterable(value.items())
     if isinstance(value, list | tuple):
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    return [getattr(value, "__dict__", None)]
+    if hasattr(value, "__dict__"):
+        return [value.__dict__]
+    return _pickled(value)
+
+
+def _pickled(value: Any) -> Iterable[Any]:
+    """What pickle would store of an object without attributes, such as one of a class with slots, a date, or a table."""
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # it cannot be pickled, and raises whatever it likes
+        return ()
+    return [list(part) if isinstance(part, Iterator) else part for part in reduced[1:]] if isinstance(reduced, tuple) else ()
 
 
 def _add_tensor(hasher: _Hasher, tensor: Tensor, depth: int) -> None:
