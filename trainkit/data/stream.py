@@ -320,10 +320,12 @@ class LoaderStream:
         # until the processes have compared the first batches, only as many as each one's own stream would need
         left = self._sharder.reads(first, limit, turn, step, splits=True)
         self._slots.begin(epoch, first, left if left is None or step == 1 else max(1, left))
+        iterator: Any = None
+        batches: Iterator[Any] = iter(())
         if self._history.at_end:
             self._running = None
-            return None, iter(()), first
-        iterator, batches = self._opened(loader, epoch, first)
+        else:
+            iterator, batches = self._opened(loader, epoch, first)
         if self._history.active and self._sharder.sized and epoch > 0 == start:
             batches = _started_over(batches, lambda: self._opened(loader, epoch, first)[1])
         if step > 1:
