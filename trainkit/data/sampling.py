@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from trainkit.console import counted, notice, warn
 from trainkit.data.agreement import parts_of, unchanged
 from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
+from trainkit.data.state_history import has_state
 from trainkit.data.worker_signals import ignore_group_signals
 from trainkit.distributed.world import World
 from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
@@ -44,8 +46,10 @@ __all__ = [
     "user_epoch",
 ]
 
-Draw = Callable[[int, int, int], Generator[Any, None, int]]
-"""(epoch, first, step) → the indices of the micro-batches first, first + step, …; returns the number in the whole epoch."""
+Draw = Callable[[int, int, int], Generator[Any, int | None, int]]
+"""(epoch, first, step) → the indices of the micro-batches first, first + step, …; returns the number in the whole epoch.
+
+`send(n)` draws `n` more micro-batches instead, of which it yields the last."""
 
 _AT_A_TIME = 4096  # positions of the order that are computed together
 _ONE_PROCESS = World()
@@ -75,7 +79,10 @@ class KeyedBatches:
         splits: the sampler yields different indices on each process, and each process reads all of its own.
         of_parts: each process has its own dataset, and reads all of it; then `splits` too.
         counted: number of micro-batches in the last epoch that was read to its end.
+        continues: the sampler has a state, from which it may continue in the next epoch.
     """
+
+    continues = False
 
     def __init__(
         self,
@@ -127,6 +134,21 @@ class KeyedBatches:
             m += step
         if stated is not None and m >= stated:
             self.counted = stated
+        if self.continues and not self.splits and end < math.inf:
+            self._draw_the_rest(drawn, m - step, int(end) + (end == stated))
+
+    def _draw_the_rest(self, drawn: Generator[Any, int | None, int], last: int, end: int) -> None:
+        """Draw the micro-batches after number `last` and before `end`, which other processes have, and discard them.
+
+        A sampler that continues where it stopped is then at the same place on all processes. After a whole epoch it is asked
+        once more, as torch does, since it may begin again in the code after its last `yield`.
+        """
+        with suppress(StopIteration):
+            if last >= self.start:
+                if end - last > 1:
+                    drawn.send(end - last - 1)
+            elif end > self.start:  # this process has none
+                next(self._draw(self.epoch, end - 1, 1))
 
     def _say_that_it_ended(self, count: int, m: int, end: float) -> None:
         """Say once that the sampler has ended after `count` micro-batches, before number `m`, although `end` were expected."""
@@ -256,7 +278,8 @@ def is_distributed(sampler: Any) -> bool:
 
 
 def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoader[Any], order: Any) -> KeyedBatches:
-    """The batches, after comparing the loaders of all processes. Sets `splits` if the sampler differs between processes.
+    """The batches, after comparing the loaders of all processes. Sets `continues`, and `splits` if the sampler differs
+    between processes.
 
     Args:
         batches: the batches of this process.
@@ -268,6 +291,7 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
     Raises:
         DataError: the loaders differ.
     """
+    batches.continues = order is None and has_state(sampler)
     first = None
     if world.size > 1 and order is None and not isinstance(sampler, Iterator):  # an iterator cannot be started twice
         with unchanged(sampler):
@@ -369,7 +393,7 @@ def _ordered(samples: int, dropped: int, size: int | None, drop_last: bool, shuf
     if drop_last:
         end -= end % width
 
-    def draw(epoch: int, first: int, step: int) -> Generator[Any, None, int]:
+    def draw(epoch: int, first: int, step: int) -> Generator[Any, int | None, int]:
         order = Permutation(samples, mix(seed, stage, Purpose.ORDER, epoch)) if shuffle else None
         if order is not None and step > 1:
             for indices in _picked(order, range(first * width, end, step * width), width, end):
@@ -402,7 +426,7 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
     The generators are restored after each draw, so that seeding in between does not affect a sampler that draws lazily.
     """
 
-    def draw(epoch: int, first: int, step: int) -> Generator[Any, None, int]:
+    def draw(epoch: int, first: int, step: int) -> Generator[Any, int | None, int]:
         epoch = 0 if same_each_epoch else epoch
         keys = KeyStream(seed, stage, Purpose.ORDER, epoch)
         order = keys(0)
@@ -420,9 +444,12 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
                 indices = RandomState.keyed(keys(m + 1), lambda: take(iterator))
             except StopIteration:
                 return m
+            rest: int | None = None
             if m >= first and (m - first) % step == 0:
-                yield indices
+                rest = yield indices
             m += 1
+            if rest is not None:  # the number of those that are drawn and not used: the last one of them is yielded
+                first, step = m + rest - 1, 1
 
     return draw
 

@@ -10,9 +10,14 @@ from typing import Any, NamedTuple
 
 from trainkit.console import counted, notice
 
-__all__ = ["Resumption", "StateHistory"]
+__all__ = ["Resumption", "StateHistory", "has_state"]
 
 _AFTER_END = "state after the end of the epoch"
+
+
+def has_state(owner: Any) -> bool:
+    """Whether an iterable or a sampler has `state_dict` and `load_state_dict`."""
+    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
 class _Entry(NamedTuple):
@@ -61,10 +66,9 @@ class StateHistory:
 
     def __init__(self, owner: Any, readable: bool) -> None:
         self._owner = owner
-        has_state = callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
-        self.active = has_state and readable
+        self.active = has_state(owner) and readable
         self.kept = True
-        self._unreadable = has_state and not readable
+        self._unreadable = has_state(owner) and not readable
         self._entries: deque[_Entry] = deque(maxlen=5)
         self._waiting: Resumption | None = None
         self.resumed: Resumption | None = None
