@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from trainkit.nested import rebuild
 
 __all__ = [
+    "begins_again",
     "filled",
     "is_collection",
     "is_loader",
@@ -44,9 +45,14 @@ def resamples(source: Any) -> bool:
     return isinstance(stages, list) and any(type(each).__name__.startswith("Resampled") or resamples(each) for each in stages)
 
 
+def begins_again(item: Any) -> bool:
+    """Whether it is of `torchdata.nodes`, whose `Loader` has a state and begins again in each iteration nevertheless."""
+    return any(kind.__module__.startswith("torchdata.nodes") for kind in type(item).__mro__)
+
+
 def restartable(iterator: Any) -> str:
     """What to pass instead of an iterator, so that each epoch can begin again."""
-    if any(kind.__module__.startswith("torchdata.nodes") for kind in type(iterator).__mro__):
+    if begins_again(iterator):
         return "torchdata.nodes.Loader(node), which begins again and has a state"
     return "an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__)"
 

@@ -30,10 +30,10 @@ from trainkit.console import counted, notice, warn
 from trainkit.data.agreement import parts_of, unchanged
 from trainkit.data.digest import digest
 from trainkit.data.order import Permutation
-from trainkit.data.state_history import has_state
+from trainkit.data.state_history import has_state, rewind
 from trainkit.data.worker_signals import ignore_group_signals
 from trainkit.distributed.world import World
-from trainkit.rng import KeyStream, Purpose, RandomState, mix, seed_generators
+from trainkit.rng import KeyStream, Purpose, RandomState, Stage, mix, seed_generators
 
 __all__ = [
     "KeyedBatches",
@@ -425,6 +425,7 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
 
     The generators are restored after each draw, so that seeding in between does not affect a sampler that draws lazily.
     """
+    evaluates = same_each_epoch or not Stage.TRAIN.has_key(stage)
 
     def draw(epoch: int, first: int, step: int) -> Generator[Any, int | None, int]:
         epoch = 0 if same_each_epoch else epoch
@@ -432,6 +433,8 @@ def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], 
         order = keys(0)
         holders: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
         for holder in holders:
+            if evaluates:
+                rewind(holder)
             if hasattr(holder, "set_epoch"):
                 holder.set_epoch(user_epoch(epoch))
             generator = getattr(holder, "generator", None)

@@ -7,17 +7,39 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
+from weakref import finalize
 
 from trainkit.console import counted, notice
+from trainkit.data.loader_collections import begins_again
 
-__all__ = ["Resumption", "StateHistory", "has_state"]
+__all__ = ["Resumption", "StateHistory", "has_state", "rewind"]
 
 _AFTER_END = "state after the end of the epoch"
+_evaluated: dict[int, tuple[Any, Any]] = {}  # by identity: the state before its first evaluation, and what keeps it alive
 
 
 def has_state(owner: Any) -> bool:
     """Whether an iterable or a sampler has `state_dict` and `load_state_dict`."""
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
+
+
+def rewind(owner: Any) -> None:
+    """Before an evaluation: restore the state from before the first one, as a limit may have ended the last one early.
+
+    The sanity check is an evaluation too, with a loader of its own. The state is asked for only once: some iterables return
+    that of their last iteration until the next one has begun, even after another state was loaded.
+    """
+    if not has_state(owner) or begins_again(owner):
+        return
+    if id(owner) in _evaluated:
+        owner.load_state_dict(copy.deepcopy(_evaluated[id(owner)][0]))
+        return
+    alive = None
+    try:
+        finalize(owner, _evaluated.pop, id(owner))
+    except TypeError:  # of a class with slots
+        alive = owner
+    _evaluated[id(owner)] = copy.deepcopy(owner.state_dict()), alive
 
 
 class _Entry(NamedTuple):
@@ -68,6 +90,7 @@ class StateHistory:
         self._owner = owner
         self.active = has_state(owner) and readable
         self.kept = True
+        self._rewinds = False
         self._unreadable = has_state(owner) and not readable
         self._entries: deque[_Entry] = deque(maxlen=5)
         self._waiting: Resumption | None = None
@@ -84,8 +107,13 @@ class StateHistory:
             self._entries = deque(self._entries, maxlen=batches + 1)
 
     def stop(self) -> None:
-        """Keep no states, because none will be saved."""
-        self.active = self.kept = False
+        """Keep no states, because none will be saved: this is an evaluation, and each one reads the same batches."""
+        self._rewinds, self.active, self.kept = self.active, False, False
+
+    def rewind(self) -> None:
+        """Before an evaluation: see the function."""
+        if self._rewinds:
+            rewind(self._owner)
 
     def at(self, batches: int) -> Resumption | None:
         """What a checkpoint after `batches` batches of the epoch contains; `None` if nothing was kept."""

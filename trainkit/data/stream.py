@@ -317,6 +317,7 @@ class LoaderStream:
         if self._history is None:
             return *self._opened(loader, epoch, 0), 0
         first = self._sharder.place(self._history.begin(start), step)
+        self._history.rewind()
         # until the processes have compared the first batches, only as many as each one's own stream would need
         left = self._sharder.reads(first, limit, turn, step, splits=True)
         self._slots.begin(epoch, first, left if left is None or step == 1 else max(1, left))
@@ -565,6 +566,7 @@ class IterableStream:
         self._open(epoch)
         first = self._sharder.place(self._history.begin(start), step)
         keys = self._seed_before_iter(epoch)
+        self._history.rewind()
         source = () if self._history.at_end else self._source
         with worker_failures():
             iterator = iter(source)

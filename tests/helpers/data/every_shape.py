@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import datasets
 import datasets.distributed
 import numpy
+import PIL.Image
 import torch
 import webdataset
 from torch import Tensor
@@ -68,6 +69,8 @@ def ids(batch: Any) -> list[int]:
         return [batch]
     if isinstance(batch, Data):
         return ids(batch.number)
+    if isinstance(batch, PIL.Image.Image):
+        return ids(batch.getpixel((0, 0)))
     parts = batch.values() if isinstance(batch, Mapping) else () if batch is None else batch
     return [number for part in parts for number in ids(part)]
 
@@ -144,6 +147,14 @@ class Continuing(Reader):
         self.next = state["next"]
 
 
+class Images(Reader):
+    """A stream of images of one pixel, whose value is the number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in self.part_of_worker():
+            yield PIL.Image.new("L", (1, 1), number)
+
+
 class Batches:
     """An iterable of batches."""
 
@@ -167,6 +178,30 @@ class Shuffled(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(self.length).tolist()
+
+
+class Interrupted(Sampler[int]):
+    """A sampler that continues from a state."""
+
+    next = 0
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < self.length:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
 
 
 class Buckets(Sampler[list[int]]):
@@ -338,6 +373,8 @@ SHAPES: dict[str, Shape] = {
     "`RandomSampler(replacement=True)`": Shape(sampled(lambda data: RandomSampler(data, replacement=True)), DRAWS),
     "`DistributedSampler`": Shape(sampled(lambda data: DistributedSampler(data, size(), rank(), shuffle=True))),
     "sampler of your own": Shape(sampled(lambda data: Shuffled(len(data)))),
+    "sampler of your own with a state": Shape(sampled(lambda data: Interrupted(len(data)))),
+    "sampler of your own with a state, `batch_size=1`": Shape(sampled(lambda data: Interrupted(len(data)), batch_size=1)),
     "batch sampler of your own, batches of other sizes": Shape(lambda workers: loader(Items, batch_sampler=Buckets())(workers)),
     "`batch_size=None`, the sampler yields batches": Shape(
         lambda workers: DataLoader(
@@ -368,6 +405,11 @@ SHAPES: dict[str, Shape] = {
         loader(lambda: Reader(shuffle=random.Random(unseeded()).shuffle)), UNSEEDED, INEXACT
     ),
     "`IterableDataset` that is each process's own part": Shape(loader(lambda: Reader(mine())), part=True),
+    "parts of equal length, of PIL images": Shape(
+        loader(lambda: Images(mine(range(N - 1))), collate_fn=list),
+        ONCE._replace(samples=lambda epoch: list(range(N - 1))),
+        part=True,
+    ),
     "parts with equal headers": Shape(loader(with_headers), part=True),
     "`CombinedLoader`, all to their end": Shape(
         lambda workers: CombinedLoader([loader(Items, shuffle=True)(workers), _plain(lambda: [None] * 12)(0)], "max_size_cycle")
