@@ -14,7 +14,7 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from trainkit import TrainModule
+from trainkit import CombinedLoader, TrainModule
 from trainkit.data import PreparedLoader
 from trainkit.micro_batch import MicroBatchKind
 
@@ -59,6 +59,7 @@ LOADERS: dict[str, Any] = {
     "stream with a length": lambda: DataLoader(Sized(), batch_size=1),
     "loader of your own": Slotted,
     "sampler": lambda: DataLoader(Items(), batch_size=1, sampler=Interrupted(23)),
+    "combined": lambda: CombinedLoader([DataLoader(Continuing(), batch_size=2)], "max_size"),
     "batch sampler": lambda: DataLoader(Items(), batch_sampler=Batched(Interrupted(23), 2, False)),
 }
 
@@ -96,7 +97,7 @@ def test_each_validation_reads_the_same(name: str, limit: float | int) -> None:
     sanity, first, second = module.seen
     assert first == second == list(range(len(first)))
     assert first[: len(sanity)] == sanity
-    assert len(first) == (23 if limit == 1.0 else 6 if name in ("stream", "batch sampler") else 3)
+    assert len(first) == (23 if limit == 1.0 else 6 if name in ("stream", "combined", "batch sampler") else 3)
 
 
 def samples(loader: PreparedLoader) -> list[int]:

@@ -184,6 +184,9 @@ class CombinedStream:
         ]
         for sharder in (each for stream in self._streams for each in stream.sharders()):
             sharder.compares_later = False
+        if stage is not Stage.TRAIN or sequential:
+            for history in (each for stream in self._streams for each in stream.histories()):
+                history.stop()
         if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
             raise EmptyLoaderError(_NO_BATCH)
         self.samples: int | None = None  # of several datasets
