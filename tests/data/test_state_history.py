@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from helpers.data.dealt import joined, prepared
-from helpers.data.every_shape import Continuing, Interrupted, Items, ids
+from helpers.data.every_shape import Continuing, Interrupted, Items, Reader, ids
 from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
@@ -128,6 +129,30 @@ def test_parts_resume_after_the_last_batch(lengths: tuple[int, int]) -> None:
     """The state of one part may be that after its end, as its last batch was short, and that of the other not."""
     found = run_world(2, parts, lengths)
     assert found == [[[], list(range(lengths[0]))], [[], list(range(100, 100 + lengths[1]))]]
+
+
+def ended_part(kind: type[Reader]) -> list[int]:
+    """On one of two processes: what an own loop trains on that resumes after the part of the first process has ended."""
+    world = joined()
+    numbers = [range(3), range(100, 109)][world.rank]
+
+    def loader() -> PreparedLoader:
+        return prepared(DataLoader(kind(numbers), batch_size=1), world, pads=True)
+
+    one = loader()
+    for _ in islice(one.next_epoch(), 6):
+        pass
+    position = one.gathered(one.state_dict())
+    other = loader()
+    other.load_state_dict(position)
+    return samples(other)
+
+
+@pytest.mark.parametrize("kind", [Reader, Continuing])
+def test_a_part_that_has_ended_is_padded_after_a_resume(kind: type[Reader]) -> None:
+    """Its process has no batch left in the epoch, but takes part in the steps of the other one."""
+    first, second = run_world(2, ended_part, kind)
+    assert (first, second) == ([], [106, 107, 108])
 
 
 def epochs(length: int, limit: int | None) -> list[list[int]]:

@@ -197,9 +197,10 @@ class StreamSharder:
 
     def _share(self, has: list[bool], head: Sequence[Any]) -> None:
         """Give a batch of the first process that has one to those that have none, for the steps of the others. Collective."""
+        self._lent = head[0] if head else None  # its own, as a resumed epoch may skip all that it has
         if any(has) and not all(has):
-            batch = self._world.broadcast_user_object(head[0] if head else None, has.index(True))
-            self._lent = None if head else batch
+            batch = self._world.broadcast_user_object(self._lent, has.index(True))
+            self._lent = head[0] if head else batch
 
     def _decide(self, digests: Sequence[str | None]) -> list[list[str | None]]:
         """Determine from the digests of some batches whether each process has its own stream. Collective.
