@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.worlds.worlds import run_world
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit import Accelerator, skip_first_batches
+from trainkit import Accelerator, set_seed, skip_first_batches
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
 
@@ -331,3 +332,46 @@ def test_a_loader_without_a_batch() -> None:
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.zeros(3)), 4, drop_last=True))
     with pytest.warns(TrainkitWarning, match="its 3 samples do not fill one batch of 4, and drop_last=True drops the rest"):
         assert list(loader) == []
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("trained", [3, 4])
+@pytest.mark.parametrize("left_after", [2, None])
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_evaluation_begins_again_after_a_resume(
+    accumulated: int, trained: int, left_after: int | None, inside: bool, tmp_path: Path
+) -> None:
+    """Whether it was read to its end or left early, and whether a window is open; the training loader continues."""
+
+    def prepared() -> tuple[Any, ...]:
+        set_seed(0)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulated)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        return accelerator, *accelerator.prepare(model, optimizer, numbers(12), numbers(10))
+
+    accelerator, model, optimizer, train, test = prepared()
+
+    def evaluate() -> None:
+        model.eval()
+        for place, _ in enumerate(test, 1):
+            if place == left_after:
+                break
+        model.train()
+
+    for place, _ in enumerate(train, 1):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.zeros(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        if place == trained:
+            if inside:
+                evaluate()
+            break
+    if not inside:
+        evaluate()
+    accelerator.save_state(tmp_path / "saved")
+    accelerator, model, optimizer, train, test = prepared()
+    accelerator.load_state(tmp_path / "saved", resume_loaders=True)
+    assert next(iter(test))[0].tolist() == [0.0, 1.0]
+    assert next(iter(train))[0].tolist() == ([6.0, 7.0] if 3 in (accumulated, trained) else [8.0, 9.0])

@@ -32,12 +32,25 @@ _CHECKED = 16  # number of items of a list to check: it may be a long list of ba
 class _OpenLoader:
     """A loader with its current batch, and the accumulation state from before it was read."""
 
-    __slots__ = ("ahead", "batch", "before", "full", "index", "loader", "number", "padding", "place", "weights_differ")
+    __slots__ = (
+        "ahead",
+        "batch",
+        "before",
+        "full",
+        "index",
+        "loader",
+        "number",
+        "padding",
+        "place",
+        "weights_differ",
+        "worked",
+    )
 
     def __init__(self, loader: PreparedLoader, before: Snapshot, number: int, devices: int) -> None:
         self.loader, self.before, self.number = loader, before, number
         self.ahead = 0  # batches that were read since a backward pass
         self.weights_differ = False  # not all of these batches have the same weight
+        self.worked = False  # a backward pass has begun
         self.batch: Any = None
         self.index = 0  # of the batch
         self.place: Place | None = None  # from the first batch on
@@ -95,7 +108,8 @@ class Reading:
             return loader.given
         entered, begin = mark
         unfinished = state.entered == entered and state.by_hand is not True
-        if unfinished or (state.open > 0 and state.follows_loader):
+        # of a loader that was read to its end nothing is left: in an evaluation the loop enters no batch
+        if not loader.exhausted and (unfinished or (state.open > 0 and state.follows_loader)):
             return begin
         called = state.resumes_at(self._opened[loader])
         return loader.given if called is None else min(called, loader.given)
@@ -169,7 +183,13 @@ class Reading:
         return None if length is None else length - 1 - place.index
 
     def _end(self, place: _OpenLoader) -> None:
-        """A loader has been read: restore the state from before it."""
+        """A loader has been read: restore the state from before it.
+
+        An evaluation that the loop leaves early is over: the next one begins at the first batch, in a resumed run too.
+        """
+        evaluates = bool(self._models) and not any(model.training for model in self._models)
+        if evaluates and place.batch is not None and not place.worked:
+            place.loader.exhausted = True
         if self._places[-1] is place:
             self._accumulation.restore(place.before)
         self._places.remove(place)
@@ -189,7 +209,7 @@ class Reading:
             return
         place = self._places[-1]
         ahead, differ, skips = place.ahead, place.weights_differ, self.loaded
-        place.ahead, place.weights_differ, self.loaded = 0, False, False
+        place.ahead, place.weights_differ, place.worked, self.loaded = 0, False, True, False
         if ahead > 1 and not skips and (differ or (self._accumulation.size > 1 and self._accumulation.by_hand is not True)):
             raise ConfigurationError(
                 f"{ahead} batches have been read since the last one that was trained on, so it is unclear which of them the "
