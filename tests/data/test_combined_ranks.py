@@ -77,5 +77,5 @@ def test_it_splits_if_one_of_them_does() -> None:
     """A combination counts as split if one of its loaders yields different batches on each rank."""
     stream = stream_of(["stream", "map"], [4, 4], "min_size", Alike(0, 2))
     assert not stream.splits
-    stream._streams[0].resume(True)
+    stream._streams[0].resume(True, 0, False)
     assert stream.splits

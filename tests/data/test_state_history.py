@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.data.dealt import joined, prepared
+from helpers.data.dealt import heard, joined, prepared
 from helpers.data.every_shape import Continuing, Interrupted, Items, Reader, ids
 from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world
@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from trainkit import CombinedLoader, TrainModule
 from trainkit.data import PreparedLoader
+from trainkit.distributed.world import World
 from trainkit.micro_batch import MicroBatchKind
 
 
@@ -168,3 +169,31 @@ def test_a_sampler_with_a_state_is_at_the_same_place_on_all_processes(length: in
     found = run_world(2, epochs, length, limit)
     assert sorted(found[0][0] + found[1][0]) == list(range(4 if limit else length))
     assert sorted(found[0][1] + found[1][1]) == list(second)
+
+
+UNSAVED = {
+    "sampler": (
+        lambda: DataLoader(Items(), batch_size=1, sampler=Interrupted(23)),
+        "Interrupted has a state, which a checkpoint",
+    ),
+    "combined": (
+        lambda: CombinedLoader([DataLoader(Continuing(), batch_size=2), [torch.zeros(1)] * 3], "min_size"),
+        "Continuing has a state, which a checkpoint does not contain inside a CombinedLoader",
+    ),
+    "whole": (lambda: CombinedLoader([DataLoader(Continuing(), batch_size=2)], "max_size"), None),
+    "map": (lambda: DataLoader(Items(), batch_size=1), None),
+}
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("name", UNSAVED)
+def test_a_state_that_no_checkpoint_contains(name: str, epoch: int) -> None:
+    """It is said if the resumed epoch would have begun where the one before stopped."""
+    make, text = UNSAVED[name]
+    limit = 4 if name in ("sampler", "map") else None
+    one, other = prepared(make(), World(), limit=limit), prepared(make(), World(), limit=limit)
+    with heard() as texts:
+        other.load_state_dict(one.position(epoch, 2))
+    told = [each for each in texts if "has a state" in each]
+    assert len(told) == (text is not None and epoch == 1)
+    assert all(str(text) in each for each in told)

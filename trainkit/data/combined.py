@@ -11,7 +11,7 @@ import torch
 from trainkit.data.loader_collections import filled, is_loader, loaders_in, parts_of_batch
 from trainkit.data.sampling import CYCLE, length_of
 from trainkit.data.sharding import StreamSharder
-from trainkit.data.state_history import StateHistory
+from trainkit.data.state_history import StateHistory, notice_unsaved
 from trainkit.data.stream import Stream, open_stream
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, nearest
@@ -201,8 +201,12 @@ class CombinedStream:
         """None: the processes read other numbers of rows of a loader. Its first batches are compared nevertheless."""
         return []
 
-    def resume(self, splits: bool) -> None:
-        """See `trainkit.data.stream.Stream`: each stream finds out by itself."""
+    def resume(self, splits: bool, epoch: int, limited: bool) -> None:
+        """See `trainkit.data.stream.Stream`: each stream finds out by itself whether it splits."""
+        all_read = self._loader.mode in ("max_size", "sequential") and not limited
+        for history in (each for stream in self._streams for each in stream.histories()):
+            if epoch and history.continues and not all_read:
+                notice_unsaved(history.name, "which a checkpoint does not contain inside a CombinedLoader")
 
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """See `trainkit.data.stream.Stream`."""

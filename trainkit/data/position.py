@@ -283,7 +283,7 @@ class Positions:
                 )
         elif splits:
             state, replay = (self._of_this_rank(value, position["rank"]) for value in (state, replay))
-        self._stream.resume(splits and self._world.size > 1)
+        self._stream.resume(splits and self._world.size > 1, self._epoch, self._end is not None)
         if state is not None or replay is not None:
             last, before, origin = (None, None, None) if replay is None else (replay[name] for name in _REPLAY)
             for history in self._stream.histories():

@@ -76,6 +76,7 @@ class KeyedBatches:
         stated: micro-batches of an epoch that the sampler of this process yields at most; it is not asked for more.
         exact: the length is certain; otherwise it is what the user's sampler returns.
         sizes: samples of every micro-batch but the last, and of the last.
+        name: of the sampler, for messages.
         splits: the sampler yields different indices on each process, and each process reads all of its own.
         of_parts: each process has its own dataset, and reads all of it; then `splits` too.
         counted: number of micro-batches in the last epoch that was read to its end.
@@ -94,7 +95,7 @@ class KeyedBatches:
         exact: bool = True,
         name: str = "",
     ) -> None:
-        self._draw, self._name = draw, name
+        self._draw, self.name = draw, name
         self._seed, self._stage = seed, stage
         self.length = self.stated = length
         self.exact = exact and length is not None
@@ -158,7 +159,7 @@ class KeyedBatches:
         # in the last row, only the processes whose turn comes later see the end: the first of them says it
         alone = m == count and m - self.turn + self.step >= end
         notice(
-            f"{self._name} ended after {counted(count, 'batch')}, but its __len__ states {self.stated}: the epoch ends there.",
+            f"{self.name} ended after {counted(count, 'batch')}, but its __len__ states {self.stated}: the epoch ends there.",
             everywhere=self.splits or (self.turn > 0 and alone),
         )
 

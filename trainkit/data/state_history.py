@@ -12,7 +12,7 @@ from weakref import finalize
 from trainkit.console import counted, notice
 from trainkit.data.loader_collections import begins_again
 
-__all__ = ["Resumption", "StateHistory", "has_state", "rewind"]
+__all__ = ["Resumption", "StateHistory", "has_state", "notice_unsaved", "rewind"]
 
 _AFTER_END = "state after the end of the epoch"
 _evaluated: dict[int, tuple[Any, Any]] = {}  # by identity: the state before its first evaluation, and what keeps it alive
@@ -40,6 +40,15 @@ def rewind(owner: Any) -> None:
     except TypeError:  # of a class with slots
         alive = owner
     _evaluated[id(owner)] = copy.deepcopy(owner.state_dict()), alive
+
+
+def notice_unsaved(name: str, why: str) -> None:
+    """Print a notice that a resumed run begins where the uninterrupted one may have continued from a state."""
+    notice(
+        f"{name} has a state, {why}: this run reads it from its beginning. If it continues in an epoch where it stopped in the "
+        "one before, the data that follows is not what it would have been without the interruption. To resume exactly, let it "
+        "begin again in each epoch."
+    )
 
 
 class _Entry(NamedTuple):
@@ -100,6 +109,16 @@ class StateHistory:
         self._read_ahead: tuple[Any, bool] | None = None
         self._running = False
         self.at_end = False
+
+    @property
+    def name(self) -> str:
+        """The class of the iterable."""
+        return type(self._owner).__name__
+
+    @property
+    def continues(self) -> bool:
+        """Whether an iteration may begin where the one before stopped."""
+        return self.active and not begins_again(self._owner)
 
     def keep(self, batches: int) -> None:
         """Keep the states of at least `batches` batches, and of the one before them."""

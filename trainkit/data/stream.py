@@ -29,7 +29,7 @@ from trainkit.data.sampling import (
     user_epoch,
 )
 from trainkit.data.sharding import StreamSharder
-from trainkit.data.state_history import StateHistory
+from trainkit.data.state_history import StateHistory, notice_unsaved
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.nested import batch_size
@@ -70,8 +70,14 @@ class Stream(Protocol):
     def histories(self) -> list[StateHistory]:
         """The state histories of the iterables in it."""
 
-    def resume(self, splits: bool) -> None:
-        """Prepare to continue from a checkpoint; `splits` is as it was when that was saved."""
+    def resume(self, splits: bool, epoch: int, limited: bool) -> None:
+        """Prepare to continue from a checkpoint.
+
+        Args:
+            splits: as it was when that was saved.
+            epoch: the epoch of the checkpoint.
+            limited: a limit ends the epochs.
+        """
 
     def measure(self, epoch: int) -> bool:
         """Read the lengths of the user's objects again, for an epoch that begins; returns whether one changed. Collective."""
@@ -251,10 +257,12 @@ class LoaderStream:
         """See `Stream`."""
         return [] if self._history is None else [self._history]
 
-    def resume(self, splits: bool) -> None:
+    def resume(self, splits: bool, epoch: int, limited: bool) -> None:
         """See `Stream`."""
         if self._batches is None:
             self._sharder.splits = splits
+        elif self._batches.continues and epoch and limited:
+            notice_unsaved(self._batches.name, "which a checkpoint does not contain")
 
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """See `Stream`."""
@@ -480,7 +488,7 @@ class IterableStream:
         """See `Stream`."""
         return self._sharder.counted
 
-    def resume(self, splits: bool) -> None:
+    def resume(self, splits: bool, epoch: int, limited: bool) -> None:
         """See `Stream`."""
         if not self._ready:
             self._sharder.splits = splits
