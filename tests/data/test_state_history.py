@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.data.dealt import heard, joined, prepared
-from helpers.data.every_shape import Continuing, Interrupted, Items, Reader, ids
+from helpers.data.every_shape import Continuing, HasState, Interrupted, Items, Reader, ids
 from helpers.runs.trainers import make_trainer
 from helpers.worlds.worlds import run_world
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class Sized(Continuing):
         return len(self.numbers)
 
 
-class Slotted:
+class Slotted(HasState):
     """A loader of your own with a state, which cannot be referenced weakly."""
 
     __slots__ = ("next",)
@@ -44,12 +44,6 @@ class Slotted:
             self.next += 1
             yield torch.tensor([self.next - 1])
         self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 class Batched(BatchSampler):

@@ -128,7 +128,20 @@ class Reader(IterableDataset[Tensor]):
         return list(self.numbers) if worker is None else self.numbers[worker.id :: worker.num_workers]
 
 
-class Continuing(Reader):
+class HasState:
+    """Has the attribute `next` as its state."""
+
+    __slots__ = ()
+    next: int
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+class Continuing(HasState, Reader):
     """A stream that continues from a state."""
 
     next = 0
@@ -139,12 +152,6 @@ class Continuing(Reader):
             self.next += 1
             yield torch.tensor(order[self.next - 1])
         self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 class Images(Reader):
@@ -180,7 +187,7 @@ class Shuffled(Sampler[int]):
         yield from torch.randperm(self.length).tolist()
 
 
-class Interrupted(Sampler[int]):
+class Interrupted(HasState, Sampler[int]):
     """A sampler that continues from a state."""
 
     next = 0
@@ -196,12 +203,6 @@ class Interrupted(Sampler[int]):
             self.next += 1
             yield self.next - 1
         self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 class Buckets(Sampler[list[int]]):
@@ -382,7 +383,7 @@ SHAPES: dict[str, Shape] = {
         )
     ),
     "dataset with `__getitems__`": Shape(loader(Several, shuffle=True)),
-    "`collate_fn` that leaves out broken samples": Shape(
+    "`collate_fn` that drops broken samples": Shape(
         loader(Items, collate_fn=without_broken, batch_size=1),
         Epoch("each sample that is not broken once", lambda epoch: [number for number in range(N) if number % 4]),
     ),
