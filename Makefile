@@ -54,9 +54,10 @@ test-lightning: $(VENV)/.test ## scripts written for Lightning, under Lightning 
 	[ -d "$(LIGHTNING)/lightning" ] || $(INSTALL) --no-deps --target "$(LIGHTNING)" lightning==2.6.6
 	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) -n $(JOBS) --maxprocesses 4 -m lightning tests/moving_over $(ARGS)
 
-check: $(VENV)/.test docs ## ruff, mypy and the documentation
+check: $(VENV)/.test docs ## ruff, the layers, mypy and the documentation
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(VENV)/bin/lint-imports --no-cache
 	$(RUN) -m mypy
 
 docs: $(VENV)/.test ## build the documentation into site/; a warning or a broken link fails

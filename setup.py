@@ -115,6 +115,7 @@ setup(
             "datasets",
             "hypothesis",
             "ipykernel",
+            "import-linter",
             "ipywidgets",
             "moto[server]",
             "mypy",

@@ -1,6 +1,7 @@
-"""The rules for the code of this repository, as functions: each takes a source file and returns a list of complaints.
+"""The rules for the code of this repository that no tool has, as functions: each takes a file and returns complaints.
 
-`test_house.py` applies them to the repository, and to small bad examples to prove that each rule can fail.
+`test_house.py` applies them to the repository, and to small bad examples to prove that each rule can fail. import-linter checks
+layers; pickle, printing, optional packages, complexity, and the order of `__all__` by ruff: see pyproject.toml.
 
 A room is a module or package directly below `trainkit`, for example `trainkit.data`.
 """
@@ -8,10 +9,8 @@ A room is a module or package directly below `trainkit`, for example `trainkit.d
 from __future__ import annotations
 
 import ast
-import importlib
 import os
 import re
-import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -23,93 +22,11 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folder → its package name. Links in trainkit/ are not followed, so that each file is read once.
 PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategies": "trainkit.strategies"}
 
-REQUIRED = {"cloudpickle", "fsspec", "numpy", "safetensors", "torch", "tqdm", "yaml"}
-# Optional packages may be imported only here, and only inside of functions.
-OPTIONAL_ROOMS = (
-    *("trainkit.callbacks", "trainkit.cli", "trainkit.launch", "trainkit.loggers", "trainkit.strategies"),
-    *("trainkit.float8_precision", "trainkit.tuner"),
-)
-# Package of trainkit, loaded on first use → the optional packages that its modules may import at the top.
-NEEDS = {"trainkit.cli.for_scripts": ("docstring_parser", "jsonargparse")}
-# Modules of torch that import an optional package.
-LOADS_OPTIONAL = {"torch.utils.tensorboard": "tensorboard"}
-
-# The rooms from bottom to top. A room may import only rooms of earlier lines, also for annotations. Rooms of one line must not
-# import each other.
-LAYERS = (
-    ("masking",),
-    ("errors", "_version"),
-    ("checks", "console", "registry", "unsupported"),
-    ("keywords", "lazy", "nested", "paths", "rng", "footprint", "micro_batch"),
-    ("tagged_json",),
-    ("distributed",),
-    ("precision",),
-    ("float8_precision", "optim"),
-    ("callback", "strategy"),
-    ("config",),
-    ("launch",),
-    ("checkpoint", "data", "metrics", "tracking"),
-    ("loggers",),
-    ("state",),
-    ("module",),
-    ("hooks",),
-    ("accelerator", "memory"),
-    ("logging", "utilities", "utils"),
-    ("tuner",),
-    ("trainer",),
-    ("cli", "profilers"),
-)
-# The two folders of plug-ins; they may import everything below the trainer.
-PLUG_INS = ("callbacks", "strategies")
-# Room → modules of higher rooms that it may import for annotations, because code of users does.
-ANNOTATIONS = {
-    "callback": ("trainkit.trainer.trainer", "trainkit.module.train_module"),
-    "callbacks": ("trainkit.trainer.trainer",),
-    "module": ("trainkit.trainer.trainer",),
-    "tuner": ("trainkit.trainer.trainer",),
-}
-
-# Package → packages that it must never import.
-NEVER = {
-    "trainkit.callbacks": ("trainkit.strategies",),
-    "trainkit.strategies": ("trainkit.callbacks", "trainkit.trainer"),
-    "trainkit": ("trainkit.callbacks", "trainkit.strategies"),
-}
-
-# Modules that can run code when they load data.
-CODE_IN_DATA = {"_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}
-# The only module that pickles functions: for the processes of notebook_launcher, in a private temporary folder.
-CODE_TO_CHILDREN = ("trainkit.launch.pickling", "cloudpickle")
-# Collectives of torch.distributed that pickle the objects they send.
-PICKLING_COLLECTIVES = {
-    *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
-    *("send_object_list", "recv_object_list"),
-}
-# The only module that calls them: predict, gather_for_metrics, strategy.broadcast and others accept any object of users.
-USER_OBJECTS = ("trainkit.distributed.user_objects", ("all_gather_object", "broadcast_object_list"))
-CODE_RUNNING_CALLS = {
-    "torch.load": "use safetensors",
-    "torch.package": "use safetensors and JSON",
-    "torch.save": "use safetensors",
-    "torch.serialization": "use safetensors",
-    "yaml.full_load": "use yaml.safe_load",
-    "yaml.load": "use yaml.safe_load",
-    "yaml.unsafe_load": "use yaml.safe_load",
-}
-# The only module that calls torch.load, with weights_only=True: files of other programs, in a process of its own.
-FOREIGN_FILES = ("trainkit.cli.checkpoint.foreign.restricted_load", ("torch.load", "torch.serialization"))
-CODE_RUNNING_BUILTINS = {"eval", "exec"}
-
-# The module whose function prints for the whole project; and the subcommands, whose output is their result: one that cannot be
-# written is an error.
-PRINTING = ("trainkit.console", "trainkit.cli")
-
 # Prefixes of DeepSpeed's keys and attributes that no `StrategyInfo` lists.
 PREFIXES = ("zero_stage", "zero_opt", "ds_")
 
 FILE_LINES = 700  # without docstrings
 FUNCTION_LINES = 60
-COMPLEXITY = 15
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -210,6 +127,12 @@ def imports(tree: ast.AST) -> list[Import]:
     return found
 
 
+def room_of(module: str) -> str:
+    """The room of a module, or an empty string for `trainkit` itself and `trainkit.__main__`."""
+    room = module.partition(".")[2].partition(".")[0]
+    return "" if room == "__main__" else room
+
+
 def dotted(node: ast.AST) -> str:
     """`a.b.c` for a name or a chain of attributes, else an empty string."""
     if isinstance(node, ast.Name):
@@ -236,74 +159,6 @@ def all_of(tree: ast.AST, kind: type[Node]) -> Iterator[Node]:
 
 
 # ----------------------------------------------------------------------------------------------------------- rules
-
-
-def wrong_imports(source: Source, modules: Collection[str]) -> list[str]:
-    """Imports that the rules forbid; `modules` are the names of all modules of trainkit."""
-    room = next(room for room in NEVER if under(source.module, room))
-    complaints = []
-    for item in imports(source.tree):
-        if item.module.startswith("."):
-            complaint = f"imports {item.full} relatively; write the absolute name"
-        elif any(under(item.full, never) for never in NEVER[room]):
-            complaint = f"{room} must never import {item.full}"
-        elif item.full == "trainkit" or (item.module == "trainkit" and item.full not in modules):
-            complaint = f"imports {item.full} from the top of the package; import it from the module it lives in"
-        else:
-            complaint = _wrong_package(source.module, item)
-        if complaint:
-            complaints.append(source.at(item.line, complaint))
-    return complaints + _imports_by_string(source, room)
-
-
-def room_of(module: str) -> str:
-    """The room of a module, or an empty string for `trainkit` itself and `trainkit.__main__`."""
-    room = module.partition(".")[2].partition(".")[0]
-    return "" if room == "__main__" else room
-
-
-def wrong_layers(source: Source, modules: Collection[str]) -> list[str]:
-    """Imports of rooms that are not below the room of `source` in `LAYERS`."""
-    level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
-    level |= dict.fromkeys(PLUG_INS, level["trainer"])
-    room = room_of(source.module)
-    if not room:
-        return []
-    complaints = []
-    for item in imports(source.tree):
-        named = item.full if item.full in modules else item.module
-        other = room_of(named) if under(named, "trainkit") else ""
-        if not other or other == room or (item.place == "typing" and named in ANNOTATIONS.get(room, ())):
-            continue
-        if level[other] >= level[room]:
-            complaints.append(source.at(item.line, f"{room} names {named}, which is not below it"))
-    return complaints
-
-
-def _wrong_package(module: str, item: Import) -> str:
-    """What is wrong with importing a third-party package, or an empty string."""
-    root = next((name for part, name in LOADS_OPTIONAL.items() if under(item.full, part)), item.module.split(".")[0])
-    if root == "trainkit" or root in REQUIRED or root in sys.stdlib_module_names:
-        return ""
-    if not any(under(module, room) for room in OPTIONAL_ROOMS):
-        return f"imports {root}, which is optional; that is for {', '.join(OPTIONAL_ROOMS)}"
-    needed = any(under(module, package) and root in packages for package, packages in NEEDS.items())
-    return "" if needed or item.place != "module" else f"imports {root} when it is imported; do it inside the function"
-
-
-def _imports_by_string(source: Source, room: str) -> list[str]:
-    """Forbidden imports by `import_module("...")`; only `trainkit.registry` may import plug-ins this way."""
-    if source.module == "trainkit.registry":
-        return []
-    return [
-        source.at(node.lineno, f"{room} must never import {node.args[0].value}; the registry does")
-        for node in ast.walk(source.tree)
-        if isinstance(node, ast.Call)
-        and dotted(node.func).split(".")[-1] in ("import_module", "__import__")
-        and node.args
-        and isinstance(node.args[0], ast.Constant)
-        and any(under(str(node.args[0].value), never) for never in NEVER[room])
-    ]
 
 
 def private_imports(source: Source, public: Mapping[str, Collection[str]]) -> list[str]:
@@ -336,82 +191,6 @@ def _is_public(name: str, public: Mapping[str, Collection[str]]) -> bool:
     if module in public:
         return last in public[module]
     return bool(module) and _is_public(module, public)
-
-
-def code_in_data(source: Source) -> list[str]:
-    """Pickle in any of its forms, collectives that pickle, `torch.load` and `torch.save`, `eval` and `exec`."""
-    tree = source.tree
-    complaints = [
-        source.at(item.line, f"imports {item.full}: what it loads can run code")
-        for item in imports(tree)
-        if (item.module.split(".")[0] in CODE_IN_DATA and (source.module, item.module) != CODE_TO_CHILDREN)
-        or any(under(item.full, name) for name in CODE_RUNNING_CALLS)
-    ]
-    complaints += [
-        source.at(item.line, f"imports {item.full}, which pickles: exchange JSON and tensors, World.exchange_state")
-        for item in imports(tree)
-        if under(item.module, "torch.distributed") and item.name in PICKLING_COLLECTIVES
-    ]
-    full = {alias.asname or alias.name: alias.name for node in all_of(tree, ast.Import) for alias in node.names}
-    for node in all_of(tree, ast.Attribute):
-        front, _, rest = dotted(node).partition(".")
-        name = f"{full.get(front, front)}.{rest}"
-        allowed = USER_OBJECTS[1] if source.module == USER_OBJECTS[0] else ()
-        if node.attr in PICKLING_COLLECTIVES and node.attr not in allowed:
-            complaints.append(source.at(node.lineno, f"uses {name}, which pickles: exchange JSON and tensors"))
-        if name in CODE_RUNNING_CALLS and not (source.module == FOREIGN_FILES[0] and name in FOREIGN_FILES[1]):
-            complaints.append(source.at(node.lineno, f"uses {name}: {CODE_RUNNING_CALLS[name]}"))
-        elif name in {f"builtins.{builtin}" for builtin in CODE_RUNNING_BUILTINS}:
-            complaints.append(source.at(node.lineno, f"uses {name}"))
-    for call in all_of(tree, ast.Call):
-        if isinstance(call.func, ast.Name) and call.func.id in CODE_RUNNING_BUILTINS:
-            complaints.append(source.at(call.lineno, f"calls {call.func.id}"))
-        if dotted(call.func) == "torch.load" and not any(
-            w.arg == "weights_only" and constant(w.value) is True for w in call.keywords
-        ):
-            complaints.append(source.at(call.lineno, "calls torch.load without weights_only=True"))
-        if any(word.arg == "allow_pickle" and constant(word.value) is not False for word in call.keywords):
-            complaints.append(source.at(call.lineno, "allows pickle"))
-    return complaints
-
-
-def prints(source: Source) -> list[str]:
-    """Output past `trainkit.console.echo`: `print`, and what is written to `sys.stdout` and `sys.stderr`."""
-    if any(under(source.module, name) for name in PRINTING):
-        return []
-    fix = "use trainkit.console.echo, which survives a full disk and a closed terminal"
-    tree = source.tree
-    complaints = [
-        source.at(item.line, f"imports {item.full}: {fix}")
-        for item in imports(tree)
-        if item.full in {"builtins.print", "sys.stdout", "sys.stderr", "sys.__stdout__", "sys.__stderr__"}
-    ]
-    streams = {f"sys.{name}" for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == "print":
-            complaints.append(source.at(node.lineno, f"uses print: {fix}"))
-        elif isinstance(node, ast.Attribute):
-            front, _, last = dotted(node).rpartition(".")
-            if dotted(node) == "builtins.print" or (front in streams and last in ("write", "writelines")):
-                complaints.append(source.at(node.lineno, f"uses {dotted(node)}: {fix}"))
-    return complaints
-
-
-def private_torch(source: Source) -> list[str]:
-    """Imports of private modules and overrides of private methods of torch, in `trainkit.launch` and `trainkit.distributed`."""
-    rooms = ("trainkit.launch", "trainkit.distributed")
-    if not any(under(source.module, room) for room in rooms):
-        return []
-    of_torch = [item for item in imports(source.tree) if under(item.module, "torch")]
-    private = [item for item in of_torch if any(part.startswith("_") for part in item.full.split("."))]
-    found = [source.at(item.line, f"imports {item.full}, which is private") for item in private]
-    parents = {item.name: item.module for item in of_torch if item.name is not None and item not in private}
-    for defined in all_of(source.tree, ast.ClassDef):
-        for parent in (dotted(base) for base in defined.bases if dotted(base) in parents):
-            theirs = dir(getattr(importlib.import_module(parents[parent]), parent))
-            ours = [node for node in defined.body if isinstance(node, Function) and re.match("_(?!_)", node.name)]
-            found += [source.at(node.lineno, f"overrides {parent}.{node.name}") for node in ours if node.name in theirs]
-    return found
 
 
 def branches_on_strategy(source: Source) -> list[str]:
@@ -553,20 +332,6 @@ def repeated_names(sources: Iterable[Source]) -> list[str]:
     return [f"{name}: {', '.join(paths)}" for name, paths in sorted(places.items()) if len(paths) > 1]
 
 
-def wrong_exports(source: Source) -> list[str]:
-    """A public module whose `__all__` is missing or not sorted."""
-    names = exported(source.tree)
-    if names is None:
-        return [source.at(1, "has no __all__ written as a list of names")]
-    right = sorted(set(names), key=export_key)
-    return [] if names == right else [source.at(1, f"__all__ must be in order and without repetition: {right}")]
-
-
-def export_key(name: str) -> tuple[int, str]:
-    """Sort key of ruff's RUF022 (which can fix the order): constants, then classes, then other names."""
-    return (0 if name.isupper() and len(name) > 1 else 1 if name[0].isupper() else 2), name
-
-
 def exported(tree: ast.Module) -> list[str] | None:
     """The names in a module's `__all__`; None where there is none or it is not a literal."""
     for node in tree.body:
@@ -581,15 +346,6 @@ def exported(tree: ast.Module) -> list[str] | None:
 def is_public(module: str) -> bool:
     """Whether no part of a module's name starts with an underscore."""
     return not any(part.startswith("_") for part in module.split("."))
-
-
-def wrong_beginning(source: Source) -> list[str]:
-    """A module that does not begin with a docstring and `from __future__ import annotations`."""
-    tree = source.tree
-    complaints = [] if ast.get_docstring(tree) else [source.at(1, "has no docstring")]
-    if not any(item.full == "__future__.annotations" for item in imports(tree)):
-        complaints.append(source.at(1, "lacks `from __future__ import annotations`"))
-    return complaints
 
 
 def undocumented(source: Source, module: ModuleType) -> list[str]:
@@ -640,49 +396,6 @@ def too_long(source: Source) -> dict[str, str]:
             complaint = source.at(node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
             complaints[f"{source.path}:{node.name}"] = complaint
     return complaints
-
-
-_BRANCHES = (
-    ast.If,
-    ast.IfExp,
-    ast.For,
-    ast.AsyncFor,
-    ast.While,
-    ast.ExceptHandler,
-    ast.With,
-    ast.AsyncWith,
-    ast.Assert,
-    ast.match_case,
-)
-
-
-def complexity(function: Function) -> int:
-    """The cyclomatic complexity (McCabe, 1976) of a function without nested functions, counted like radon.
-
-    One, and one more for each branch, loop, handler, context, assertion, comprehension and boolean operator.
-    """
-    count = 1
-    nodes: list[ast.AST] = list(ast.iter_child_nodes(function))
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, Function | ast.ClassDef):
-            continue
-        count += isinstance(node, _BRANCHES)
-        if isinstance(node, ast.BoolOp):
-            count += len(node.values) - 1
-        elif isinstance(node, ast.comprehension):
-            count += 1 + len(node.ifs)
-        nodes += ast.iter_child_nodes(node)
-    return count
-
-
-def too_complex(source: Source) -> list[str]:
-    """Functions whose cyclomatic complexity is too high."""
-    return [
-        source.at(node.lineno, f"{node.name} has a cyclomatic complexity of {found}, more than {COMPLEXITY}")
-        for node in ast.walk(source.tree)
-        if isinstance(node, Function) and (found := complexity(node)) > COMPLEXITY
-    ]
 
 
 def function_lines(node: Function) -> int:

@@ -17,12 +17,12 @@ __all__ = ["all_gather_user_objects", "broadcast_user_object"]
 def all_gather_user_objects(value: Any, size: int, group: dist.ProcessGroup | None) -> list[Any]:
     """The objects of all ranks, in the order of the ranks; tensors keep their devices. Collective."""
     values: list[Any] = [None] * size
-    dist.all_gather_object(values, value, group=group)
+    dist.all_gather_object(values, value, group=group)  # noqa: TID251
     return values
 
 
 def broadcast_user_object(value: Any, source: int, group: dist.ProcessGroup | None) -> Any:
     """The object of rank `source`, on all ranks; tensors keep their devices. Collective."""
     values = [value]
-    dist.broadcast_object_list(values, source, group=group)
+    dist.broadcast_object_list(values, source, group=group)  # noqa: TID251
     return values[0]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # noqa: TID251
 from torch import Tensor
 
 from trainkit.distributed.failure import summary

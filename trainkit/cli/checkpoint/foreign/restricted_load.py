@@ -145,13 +145,14 @@ def _shortened(text: str) -> str:
 def _load(source: str) -> tuple[Any, list[str]]:
     """The value, and the functions that the file calls, none of which was called."""
     try:
-        refused = torch.serialization.get_unsafe_globals_in_checkpoint(source)
+        refused = torch.serialization.get_unsafe_globals_in_checkpoint(source)  # noqa: TID251 - it reads names and runs nothing
     except ValueError:  # the format of torch before 1.6
         refused = []
     known: list[Any] = [argparse.Namespace]
     known += [(type("Unknown", (_Unknown,), {"origin": name}), name) for name in refused if name != "argparse.Namespace"]
-    with torch.serialization.safe_globals(known):
-        value = torch.load(source, map_location="cpu", weights_only=True)
+    # A file of another program, in a process of its own, and only what torch calls safe.
+    with torch.serialization.safe_globals(known):  # noqa: TID251
+        value = torch.load(source, map_location="cpu", weights_only=True)  # noqa: TID251
     return value, [name for name in refused if _is_call(name)]
 
 
