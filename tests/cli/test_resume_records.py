@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.cli.resume_records import fingerprint, first_difference, loss_of, read_records
+from trainkit.cli.resume_child import fingerprint, first_difference, loss_of, read_records
 
 Pair = namedtuple("Pair", "x y")
 

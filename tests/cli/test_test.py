@@ -16,7 +16,7 @@ from helpers.launch.configurations import MULTI_CPU, ONE_CPU, TPU, TWO_MACHINES,
 from helpers.support import without_gloo
 from helpers.worlds.worlds import run_world
 
-from trainkit.cli import setup_checks, setup_child, test
+from trainkit.cli import setup_checks, test
 from trainkit.cli.main import main
 from trainkit.cli.setup_checks import CHECKS, Check, CheckContext
 from trainkit.config.inherited import Settings, carry, inherited_settings
@@ -120,8 +120,8 @@ def one_fails(folder: str) -> int:
             raise OSError("no such wire")
         return "all is well"
 
-    setup_child.CHECKS = (Check("first", lambda setup: "fine", ""), Check("second", fails, ""), Check("third", fails, ""))
-    return setup_child.main([folder, "ddp", "gloo"])
+    setup_checks.CHECKS = (Check("first", lambda setup: "fine", ""), Check("second", fails, ""), Check("third", fails, ""))
+    return setup_checks.main([folder, "ddp", "gloo"])
 
 
 def test_a_check_that_fails_on_one_process_fails(tmp_path: Path) -> None:
@@ -214,10 +214,10 @@ def test_unsupported_configurations(capsys: pytest.CaptureFixture[str], monkeypa
 def settings_fail(folder: str) -> int:
     """Run only the check of the configuration, while the parameters of the processes differ."""
     os.environ |= carry(Settings({"distributed_type": "MULTI_CPU", "use_cpu": True}))
-    setup_child.CHECKS = ()
+    setup_checks.CHECKS = ()
     rank = int(os.environ["RANK"])
     setup_checks.Trainer = lambda **arguments: SimpleNamespace(fit=partial(spoil, rank), global_step=2)
-    return setup_child.main([folder, "ddp", "gloo"])
+    return setup_checks.main([folder, "ddp", "gloo"])
 
 
 def spoil(rank: int, module: torch.nn.Module, loader: Any) -> None:

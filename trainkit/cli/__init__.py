@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 from trainkit.lazy import lazily
 
 if TYPE_CHECKING:
-    from trainkit.cli.for_scripts.argument_parser import TrainkitArgumentParser
-    from trainkit.cli.for_scripts.optimizer_arguments import (
+    from trainkit.cli.for_scripts.argument_parser import (
         LRSchedulerCallable,
         LRSchedulerTypeUnion,
         OptimizerCallable,
         ReduceLROnPlateau,
+        TrainkitArgumentParser,
         instantiate_class,
     )
-    from trainkit.cli.for_scripts.save_config import SaveConfigCallback
-    from trainkit.cli.for_scripts.trainkit_cli import ArgsType, TrainkitCLI
+    from trainkit.cli.for_scripts.trainkit_cli import ArgsType, SaveConfigCallback, TrainkitCLI
 
     LightningArgumentParser = TrainkitArgumentParser
     LightningCLI = TrainkitCLI
@@ -40,16 +39,16 @@ __all__ = [
 
 _FILES = {
     "ArgsType": "for_scripts.trainkit_cli",
-    "LRSchedulerCallable": "for_scripts.optimizer_arguments",
-    "LRSchedulerTypeUnion": "for_scripts.optimizer_arguments",
+    "LRSchedulerCallable": "for_scripts.argument_parser",
+    "LRSchedulerTypeUnion": "for_scripts.argument_parser",
     "LightningArgumentParser": "for_scripts.argument_parser",
     "LightningCLI": "for_scripts.trainkit_cli",
-    "OptimizerCallable": "for_scripts.optimizer_arguments",
-    "ReduceLROnPlateau": "for_scripts.optimizer_arguments",
-    "SaveConfigCallback": "for_scripts.save_config",
+    "OptimizerCallable": "for_scripts.argument_parser",
+    "ReduceLROnPlateau": "for_scripts.argument_parser",
+    "SaveConfigCallback": "for_scripts.trainkit_cli",
     "TrainkitArgumentParser": "for_scripts.argument_parser",
     "TrainkitCLI": "for_scripts.trainkit_cli",
-    "instantiate_class": "for_scripts.optimizer_arguments",
+    "instantiate_class": "for_scripts.argument_parser",
 }
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

@@ -1,13 +1,21 @@
-"""The checks of `trainkit test`, which each of its processes runs: small computations with known results."""
+"""The checks of `trainkit test`, which each of its processes runs: small computations with known results.
+
+Each process runs them as `python -m trainkit.cli.setup_checks FOLDER STRATEGY BACKEND`, started by its agent.
+"""
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +26,18 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit._version import __version__
 from trainkit.checkpoint import open_checkpoint
+from trainkit.cli.test import print_line
+from trainkit.config.inherited import VARIABLE
 from trainkit.console import counted
+from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import TrainkitError
 from trainkit.module.train_module import TrainModule
+from trainkit.registry import make_strategy
 from trainkit.strategy import Strategy
 from trainkit.trainer.trainer import Trainer
 
-__all__ = ["CHECKS", "SETTINGS", "Check", "CheckContext", "WrongResultError"]
+__all__ = ["CHECKS", "SETTINGS", "Check", "CheckContext", "WrongResultError", "main"]
+
 
 _SAMPLES, _BATCH, _ACCUMULATION = 21, 2, 2
 _STEPS, _SAVED_AT = 6, 3
@@ -288,3 +301,44 @@ SETTINGS = Check(
     "trainkit config",
 )
 """The last check, if there is a configuration file."""
+
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the checks until one fails; 0 if all pass."""
+    folder, name, backend = Path(arguments[0]), arguments[1], arguments[2]
+    logging.getLogger("trainkit").setLevel(logging.WARNING)  # no notices of the runs in the checks
+    device = "cuda" if backend == "nccl" else "cpu"
+    make = partial(make_strategy, name, device=device, process_group_backend=backend, timeout=_TIMEOUT)
+    strategy = make()
+    strategy.join(RequestedDevices(accelerator=device))
+    world = strategy.world
+    context = CheckContext(strategy, make, folder)
+    settings = os.environ.pop(VARIABLE, None)  # only for the check of settings
+    for check in CHECKS if settings is None else (*CHECKS, SETTINGS):
+        if check is SETTINGS and settings is not None:
+            os.environ[VARIABLE] = settings
+        error: Exception | None = None
+        result = ""
+        try:
+            result = check.run(context)
+        except Exception as caught:
+            error = caught
+            text = f"{type(caught).__name__}: {caught}"
+            if os.environ.get("TRAINKIT_TRACEBACK") == "1":
+                text = "".join(traceback.format_exception(caught)).rstrip()
+            # before the collective call below, which may hang
+            (folder / f"error-{world.rank}.txt").write_text(f"rank {world.rank}: {text}", "utf-8")
+        if world.agree(error) is not None:
+            return 1
+        if world.is_main:
+            print_line(check.name, True, result)
+            with (folder / "ended").open("a") as file:
+                file.write(f"{check.name}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

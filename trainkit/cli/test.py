@@ -131,7 +131,7 @@ def _environment(processes: int, backend: str | None) -> tuple[str, str, str | N
 def _start(processes: int, arguments: Sequence[str], variables: Mapping[str, str]) -> int:
     from trainkit.launch.agent import Job, run_job
 
-    command = (sys.executable, "-m", "trainkit.cli.setup_child", *arguments)
+    command = (sys.executable, "-m", "trainkit.cli.setup_checks", *arguments)
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | dict(variables)
     return run_job(Job(command, environment, processes, launcher="trainkit test"))
 

@@ -18,8 +18,7 @@ from typing import Any
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.checkpoint.compare import compare_checkpoints
-from trainkit.cli.resume_child import END, FAILURE, OUTCOME, RECORDS, SAVES, Task
-from trainkit.cli.resume_records import first_difference, read_records
+from trainkit.cli.resume_child import END, FAILURE, OUTCOME, RECORDS, SAVES, Task, first_difference, read_records
 from trainkit.cli.user_script import existing_script
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, TrainkitError

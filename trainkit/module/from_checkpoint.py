@@ -33,7 +33,7 @@ D = TypeVar("D", bound=DataModule)
 T = TypeVar("T", bound=torch.nn.Module)
 
 # Needs jsonargparse, and is needed only for checkpoints of TrainkitCLI.
-_FROM_CONFIG = "trainkit.cli.for_scripts.module_from_config:module_from_config"
+_FROM_CONFIG = "trainkit.cli.for_scripts.saved_arguments:module_from_config"
 
 
 def build_from_checkpoint(

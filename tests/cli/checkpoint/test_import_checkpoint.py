@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, TrainModule
 from trainkit.checkpoint import open_checkpoint
-from trainkit.cli.checkpoint.foreign import restricted_load
+from trainkit.cli.checkpoint import restricted_load
 from trainkit.cli.main import main
 from trainkit.errors import CheckpointNotFoundError
 
@@ -403,7 +403,7 @@ def test_a_malformed_index(text: str, run_dir: Path, capsys: pytest.CaptureFixtu
 # In a process of its own, which is ended by a signal. The child stands for one that reads a large file.
 _ENDED = """
 import sys
-from trainkit.cli.checkpoint.foreign import read_foreign
+from trainkit.cli.checkpoint import read_foreign
 from trainkit.cli.main import main
 sys.executable = sys.argv[1]
 sys.exit(main(["checkpoint", "import", "old.pt", "new"]))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from helpers.runs.command_lines import command_line
 
-from trainkit.cli.for_scripts.argument_errors import reported
+from trainkit.cli.for_scripts.argument_parser import reported
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError
 
 SHORT = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false")

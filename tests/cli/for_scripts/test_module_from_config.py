@@ -16,7 +16,7 @@ from torch import nn
 from trainkit import DataModule, TrainModule
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli import TrainkitCLI
-from trainkit.cli.for_scripts.module_from_config import module_from_config
+from trainkit.cli.for_scripts.saved_arguments import module_from_config
 from trainkit.errors import CheckpointError, StateMismatchError
 from trainkit.module.trusted import Trust
 

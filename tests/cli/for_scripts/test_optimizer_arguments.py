@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from trainkit.cli import ReduceLROnPlateau, instantiate_class
-from trainkit.cli.for_scripts.optimizer_arguments import with_class_path
+from trainkit.cli.for_scripts.argument_parser import with_class_path
 
 
 def test_instantiate_class() -> None:

@@ -1,6 +1,6 @@
 """`trainkit checkpoint`: list, show, verify, compare, export and import checkpoints.
 
-Each subcommand is a module with a function `run(args) -> int`, imported when it is called: argument errors need no torch.
+The module of a subcommand is imported when it is called: argument errors need no torch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import importlib
 
 __all__ = ["add_arguments", "run"]
 
-_MODULES = {
-    "ls": "listing",
-    "show": "show",
-    "verify": "verify",
-    "diff": "compare",
-    "export": "export",
-    "import": "import_checkpoint",
+# Subcommand → its module and function.
+_COMMANDS = {
+    "ls": ("listing", "run"),
+    "show": ("show", "run"),
+    "verify": ("listing", "run_verify"),
+    "diff": ("compare", "run"),
+    "export": ("export", "run"),
+    "import": ("import_checkpoint", "run"),
 }
 
 
@@ -82,4 +83,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the subcommand that the arguments name."""
-    return int(importlib.import_module(f"trainkit.cli.checkpoint.{_MODULES[args.command]}").run(args))
+    module, function = _COMMANDS[args.command]
+    return int(getattr(importlib.import_module(f"trainkit.cli.checkpoint.{module}"), function)(args))

@@ -1,31 +1,41 @@
-"""`trainkit checkpoint import`: convert a checkpoint of another program."""
+"""`trainkit checkpoint import`: convert a checkpoint of another program.
+
+It converts what another program has saved to what `trainkit.state` captures: optimizer state by name, schedulers by class.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+
 from trainkit.checkpoint.commit import check_target, commit
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.staging import staging
-from trainkit.cli.checkpoint.foreign.named_state import converted
-from trainkit.cli.checkpoint.foreign.read_foreign import MALFORMED, Foreign, malformed, read_foreign
+from trainkit.cli.checkpoint.read_foreign import MALFORMED, Foreign, malformed, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.paths import local_path
-from trainkit.state.parts import Captured, about
+from trainkit.precision import Precision
+from trainkit.state.optimizer import capture_optimizer
+from trainkit.state.parts import Captured, Parts, about, capture
+from trainkit.state.scheduler import capture_scheduler
 from trainkit.strategy import Strategy
 
-__all__ = ["import_checkpoint", "run"]
+__all__ = ["converted", "import_checkpoint", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
@@ -213,3 +223,243 @@ def _use(foreign: Foreign, taken: Captured, new: str) -> str:
     if len(taken.state["schedulers"]) == len(foreign.schedulers):
         return f"trainer.fit(module, ckpt_path={new!r})"
     return f"trainer.fit(module, ckpt_path={new!r}, restore={{'model', 'optimizer', 'loop'}})"
+
+
+# Options that schedulers add to the groups.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "param_names", "params")
+# Keys of the state of a scheduler → its class. All keys must be there.
+_SCHEDULERS = (
+    (("lr_lambdas",), "LambdaLR"),
+    (("step_size", "gamma"), "StepLR"),
+    (("milestones", "gamma"), "MultiStepLR"),
+    (("T_0", "T_mult"), "CosineAnnealingWarmRestarts"),
+    (("T_max", "eta_min"), "CosineAnnealingLR"),
+    (("_schedule_phases", "total_steps"), "OneCycleLR"),
+    (("patience", "threshold_mode"), "ReduceLROnPlateau"),
+    (("start_factor", "total_iters"), "LinearLR"),
+    (("factor", "total_iters"), "ConstantLR"),
+    (("power", "total_iters"), "PolynomialLR"),
+    (("gamma",), "ExponentialLR"),
+)
+# Names of parameters to which Hugging Face's Trainer applies no weight decay.
+_WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+_NAMES_CODE = "open('names.txt', 'w').write('\\n'.join(name for name, _ in model.named_parameters()))"
+
+
+def converted(foreign: Foreign, names: Sequence[str] | None, optimizer: str | None, scheduler: str | None) -> Captured:
+    """What a checkpoint stores of models, optimizers, schedulers and the scaler. What is not converted is added to `omitted`.
+
+    Args:
+        foreign: The checkpoint of another program.
+        names: The parameters in the order of `model.named_parameters()`; `None`: the order of the state dict, if it is known.
+        optimizer: The class of the optimizer; `None`: the one that has the saved options.
+        scheduler: The class of the scheduler; `None`: the one that has the saved state.
+
+    Raises:
+        ConfigurationError: A class that torch does not have, or names that the checkpoint does not have.
+    """
+    taken = capture(Parts([_module_of(tensors) for tensors in foreign.models], [], [], Precision()))
+    for index, state in enumerate(foreign.optimizers):
+        try:
+            _add_optimizer(taken, foreign, index, state, names, optimizer)
+        except _UnclearError as reason:
+            foreign.omitted.append(f"optimizer: {reason}")
+            taken.tensors["optimizer"], taken.state["optimizers"], taken.irregular = {}, [], []
+            break
+    for state in foreign.schedulers:
+        kind = scheduler or _scheduler_kind(state)
+        if kind is None:
+            foreign.omitted.append("scheduler: its class is unknown. Name it: --scheduler CosineAnnealingLR")
+        else:
+            taken.state["schedulers"].append(_scheduler(kind, state))
+    taken.state["scaler"] = foreign.scaler
+    return taken
+
+
+class _UnclearError(Exception):
+    """Why optimizer state cannot be converted."""
+
+
+def _module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A module with these tensors in its state dict."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        inner = root
+        for part in path:
+            if not isinstance(getattr(inner, part, None), nn.Module):
+                inner.add_module(part, nn.Module())
+            inner = getattr(inner, part)
+        inner.register_buffer(leaf, tensor)
+    return root
+
+
+# ------------------------------------------------------------------------------------------------------------ optimizers
+
+
+def _add_optimizer(
+    taken: Captured, foreign: Foreign, index: int, state: Mapping[str, Any], names: Sequence[str] | None, kind: str | None
+) -> None:
+    if len(foreign.models) > 1 or len(foreign.optimizers) > 1:
+        raise _UnclearError("there are several models or optimizers, and it is unclear which parameters belong to which")
+    model = foreign.models[0]
+    order = _order(foreign, state, names)
+    made = _optimizer_class(kind, state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    placeholders = {
+        number: _placeholder(model[name], state["state"].get(number)) for number, name in zip(numbers, order, strict=True)
+    }
+    optimizer = made([{"params": [placeholders[number] for number in group["params"]]} for group in state["param_groups"]])
+    optimizer.load_state_dict(dict(state))
+    by_id = {id(placeholders[number]): name for number, name in zip(numbers, order, strict=True)}
+    captured = capture_optimizer(optimizer, index, by_id)
+    taken.tensors["optimizer"].update(captured.tensors)
+    taken.state["optimizers"].append(captured.described)
+    taken.irregular += captured.irregular
+
+
+def _placeholder(tensor: Tensor, slots: Mapping[str, Any] | None) -> nn.Parameter:
+    """A parameter with the dtype of its slots, because `load_state_dict` casts them to the dtype of the parameter."""
+    own = [
+        slot.dtype for slot in (slots or {}).values() if isinstance(slot, Tensor) and slot.shape == tensor.shape and slot.ndim
+    ]
+    return nn.Parameter(tensor.to(own[0]) if own else tensor, requires_grad=(tensor.is_floating_point() or tensor.is_complex()))
+
+
+def _order(foreign: Foreign, state: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
+    """The name of each parameter, in the order of the groups.
+
+    Raises:
+        _UnclearError: They are not known, or the shapes of the state do not fit.
+    """
+    model, groups = foreign.models[0], state["param_groups"]
+    saved = [name for group in groups for name in group.get("param_names") or ()]
+    sizes = [len(group["params"]) for group in groups]
+    given = saved or _given(foreign, names, sum(sizes))
+    orders = _orders(given, model, sizes, split=foreign.splits_groups and not saved)
+    fitting = [order for number, order in enumerate(orders) if order not in orders[:number] and _fits(order, model, state)]
+    if not fitting:
+        raise _UnclearError(
+            "the shapes of its state do not fit the parameters in this order. Pass their names with --names names.txt"
+        )
+    if len(fitting) > 1:
+        raise _UnclearError("its parameters fit the groups in several ways. Save it again with one group")
+    if not saved and names is None:
+        foreign.notes.append(
+            "the parameters of the optimizer are assumed to be in the order of the state dict, in which all shapes fit. If "
+            "they are not, pass --names"
+        )
+    return fitting[0]
+
+
+def _given(foreign: Foreign, names: Sequence[str] | None, count: int) -> list[str]:
+    """The names of `count` parameters: the user's, or those of the state dict."""
+    model = foreign.models[0]
+    if names is None and not foreign.ordered:
+        raise _UnclearError(
+            "its state is numbered, and the files do not hold the order of the parameters. Write their names in a file, one a "
+            f"line, and pass it with --names names.txt: {_NAMES_CODE}"
+        )
+    given = _parameters_in(model) if names is None else list(names)
+    if unknown := [name for name in given if name not in model]:
+        raise ConfigurationError(
+            f"--names: the checkpoint has no tensor {unknown[0]!r}; it has {', '.join(list(model)[:5])}, … Write the names "
+            f"of the parameters of the same model: {_NAMES_CODE}"
+        )
+    if len(given) != count:
+        raise _UnclearError(
+            f"it has {counted(count, 'parameter')}, and the model {len(given)}. Write the names of those that it has in a "
+            "file, one a line, and pass it with --names names.txt"
+        )
+    return given
+
+
+def _parameters_in(model: Mapping[str, Tensor]) -> list[str]:
+    """The names that are probably parameters: no buffers, and each tied tensor once."""
+    first: dict[int, str] = {}
+    for name, tensor in model.items():
+        if tensor.is_floating_point() and not name.endswith(_BUFFERS):
+            first.setdefault(id(tensor), name)
+    return [*first.values()]
+
+
+def _orders(names: list[str], model: Mapping[str, Tensor], sizes: list[int], split: bool) -> list[list[str]]:
+    """The orders in which parameters may be in groups of these sizes.
+
+    `split`: the second group has no weight decay, as in Hugging Face's Trainer: biases and the parameters of norms.
+    """
+    if len(sizes) == 1 or not split:
+        return [names]
+    found = []
+    for bare in ([n for n in names if _WITHOUT_DECAY.search(n)], [n for n in names if "bias" in n or model[n].ndim < 2]):
+        decayed = [name for name in names if name not in bare]
+        if sizes == [len(decayed), len(bare)]:
+            found.append(decayed + bare)
+    return found
+
+
+def _fits(order: Sequence[str], model: Mapping[str, Tensor], state: Mapping[str, Any]) -> bool:
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, name in zip(numbers, order, strict=True):
+        for slot in dict(state["state"].get(number) or {}).values():
+            if isinstance(slot, Tensor) and slot.ndim and slot.shape != model[name].shape:
+                return False
+    return True
+
+
+def _optimizer_class(kind: str | None, state: Mapping[str, Any]) -> Any:
+    """The class that has the saved options.
+
+    Raises:
+        _UnclearError: None has, or several have.
+    """
+    if kind is not None:
+        return _named_class(torch.optim, kind, Optimizer, "--optimizer")
+    options = set(state["param_groups"][0]).difference(_OF_SCHEDULERS)
+    fitting = []
+    for name in sorted(vars(torch.optim)):
+        made: Any = getattr(torch.optim, name)
+        if not isinstance(made, type) or not issubclass(made, Optimizer) or name == "Optimizer":
+            continue
+        make: Any = made
+        own = make([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+        decoupled = "decoupled_weight_decay"  # which distinguishes AdamW from Adam
+        if options == set(own) - {"params"} and own.get(decoupled) == state["param_groups"][0].get(decoupled):
+            fitting.append(made)
+    if len(fitting) == 1:
+        return fitting[0]
+    known = ", ".join(one.__name__ for one in fitting)
+    raise _UnclearError(f"its class {f'may be {known}' if fitting else 'is unknown'}. Name it: --optimizer AdamW")
+
+
+def _named_class(module: Any, name: str, base: type, option: str) -> Any:
+    made = getattr(module, name, None)
+    if not (isinstance(made, type) and issubclass(made, base)):
+        raise ConfigurationError(f"{option} {name}: {module.__name__} has no such class. For example: {option} AdamW")
+    return made
+
+
+# ------------------------------------------------------------------------------------------------------------ schedulers
+
+
+def _scheduler_kind(state: Mapping[str, Any]) -> str | None:
+    return next((kind for keys, kind in _SCHEDULERS if all(key in state for key in keys)), None)
+
+
+def _scheduler(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The captured state of a scheduler of this class."""
+    made = getattr(lr_scheduler, kind, None)
+    if not isinstance(made, type):
+        raise ConfigurationError(
+            f"--scheduler {kind}: torch.optim.lr_scheduler has no such class. For example: --scheduler CosineAnnealingLR"
+        )
+    scheduler: Any = object.__new__(made)
+    vars(scheduler).update({**state, "lr_lambdas": [_no_code for _ in state["lr_lambdas"]]} if "lr_lambdas" in state else state)
+    found = capture_scheduler(scheduler)
+    return {**found, "opt_called": True}
+
+
+def _no_code(step: int) -> float:
+    """Stands for a function, which is not stored."""
+    return 1.0

@@ -1,4 +1,4 @@
-"""`trainkit checkpoint ls`: the checkpoints of a folder, of a run, or of all runs."""
+"""`trainkit checkpoint ls` and `verify`: list the checkpoints of a folder or of all runs, and compare their bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.identify import is_checkpoint
-from trainkit.checkpoint.reader import inspect_checkpoint
+from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
 from trainkit.checkpoint.remote_folder import remote_at
+from trainkit.checkpoint.staging import staging
 from trainkit.cli.checkpoint.text import (
     about_manifest,
     as_json,
@@ -19,11 +20,13 @@ from trainkit.cli.checkpoint.text import (
     on_one_line,
     print_lines,
     table,
+    tensor_headers,
 )
-from trainkit.errors import CheckpointNotFoundError
+from trainkit.errors import CheckpointError, CheckpointNotFoundError
 from trainkit.paths import local_path
 
-__all__ = ["checkpoints_at", "run"]
+__all__ = ["checkpoints_at", "run", "run_verify", "verify"]
+
 
 _HEADER = ("NAME", "STEP", "EPOCHS", "RUN", "SAVED AT", "SIZE", "CONTAINS", "METRICS", "STATE")
 _RUN_SHOWN = 8  # characters of the run's id
@@ -77,3 +80,41 @@ def _row(one: ListedCheckpoint, name: str) -> tuple[str, ...]:
 def _described(one: ListedCheckpoint) -> dict[str, Any]:
     about = {} if one.manifest is None else about_manifest(one.manifest)
     return {"name": one.path.name, "path": str(one.path), "problem": one.problem, **about}
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Print one line for each checkpoint; 1 if one of them is damaged."""
+    paths: list[Path] = []
+    for given in (local_path(path, "PATH") for path in args.paths):
+        staging.fetch(given)
+        found = [one.path for one in checkpoints_at(given)]
+        if not found:
+            raise CheckpointNotFoundError(
+                f"Expected a checkpoint or a folder of checkpoints, got {str(given)!r}, which contains none. "
+                "Fix: pass the folder that the run saved to: trainkit checkpoint verify <default_root_dir>"
+            )
+        paths += [path for path in found if path not in paths]
+    bad = 0
+    for path in paths:
+        problem, size = verify(path)
+        bad += problem is not None
+        if problem is not None:
+            print_lines(f"BAD   {path}: {on_one_line(problem, path)}")
+        else:
+            mark = "" if good_text(inspect_checkpoint(path)[0]) == "good" else ", its parameters are not finite"
+            print_lines(f"good  {path}  ({bytes_text(size)}){mark}")
+    return 1 if bad else 0
+
+
+def verify(path: Path) -> tuple[str | None, int]:
+    """The problem of a checkpoint, or `None`, and the bytes of its files."""
+    try:
+        checkpoint = open_checkpoint(path)
+        checkpoint.verify()
+        for name in checkpoint.manifest.files:
+            if name.endswith(".safetensors"):
+                tensor_headers(path / name)
+        checkpoint.read({"state"}, unregistered=True)
+    except CheckpointError as error:
+        return str(error), 0
+    return None, sum(entry.size for entry in checkpoint.manifest.files.values())

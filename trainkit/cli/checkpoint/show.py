@@ -10,8 +10,17 @@ from typing import Any
 
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
-from trainkit.cli.checkpoint.headers import TensorHeader, tensor_headers
-from trainkit.cli.checkpoint.text import about_manifest, as_json, bytes_text, contents_text, print_lines, short, table
+from trainkit.cli.checkpoint.text import (
+    TensorHeader,
+    about_manifest,
+    as_json,
+    bytes_text,
+    contents_text,
+    print_lines,
+    short,
+    table,
+    tensor_headers,
+)
 from trainkit.console import counted
 from trainkit.state.plug_ins import readable_key
 

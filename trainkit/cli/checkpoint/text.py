@@ -1,4 +1,7 @@
-"""The output of `trainkit checkpoint`: lines, tables and JSON."""
+"""The output of `trainkit checkpoint`: lines, tables and JSON.
+
+With names, dtypes and shapes of the tensors in a file, without reading the tensors.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,20 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trainkit.checkpoint.manifest import Manifest
+from trainkit.errors import CorruptCheckpointError
 from trainkit.masking import escaped
 
 __all__ = [
+    "TensorHeader",
     "about_manifest",
     "as_json",
     "bytes_text",
@@ -26,7 +33,9 @@ __all__ = [
     "print_lines",
     "short",
     "table",
+    "tensor_headers",
 ]
+
 
 _FEW = 8  # a tensor with more elements is shown without values
 
@@ -122,3 +131,26 @@ def short(value: Any) -> str:
         return str(value)
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:190]}… ({len(text)} characters)"
+
+
+class TensorHeader(NamedTuple):
+    """The entry of a tensor in the header of a safetensors file; `dtype` is spelled as in the file: `F32`, `BF16`, …"""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+
+def tensor_headers(path: Path) -> dict[str, TensorHeader]:
+    """Name → header, in the order of the file. Raises a `CorruptCheckpointError` for a malformed header."""
+    try:
+        with safe_open(path, framework="np") as file:
+            parts = {name: file.get_slice(name) for name in file.offset_keys()}
+            return {name: TensorHeader(path.name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
+    except (OSError, SafetensorError) as error:
+        raise CorruptCheckpointError(f"{path} has a malformed header: {error}") from error

@@ -5,9 +5,8 @@ Its parts are public, so that a script can train the same model: see `examples/b
 
 from __future__ import annotations
 
-from trainkit.cli.demo.baselines import bigram_bits, unigram_bits
 from trainkit.cli.demo.command import add_arguments, run
-from trainkit.cli.demo.corpus import SourceCode
+from trainkit.cli.demo.corpus import SourceCode, bigram_bits, unigram_bits
 from trainkit.cli.demo.gpt import ByteGPT
 
 __all__ = ["ByteGPT", "SourceCode", "add_arguments", "bigram_bits", "run", "unigram_bits"]

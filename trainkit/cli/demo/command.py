@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainkit.cli.demo.baselines import bigram_bits, unigram_bits
-from trainkit.cli.demo.corpus import SourceCode
+from trainkit.cli.demo.corpus import SourceCode, bigram_bits, unigram_bits
 from trainkit.cli.demo.gpt import ByteGPT
 from trainkit.cli.plot import draw
 from trainkit.console import counted

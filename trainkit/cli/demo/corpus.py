@@ -1,4 +1,7 @@
-"""The text of the demo: the source files of Python's own standard library, and windows over it."""
+"""The text of the demo: the source files of Python's own standard library, and windows over it.
+
+With two baselines for a language model of it: the frequencies of bytes and of pairs of bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,19 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit.errors import ConfigurationError, DataError
 from trainkit.module.data_module import DataModule
 
-__all__ = ["Corpus", "SourceCode", "Windows", "is_validation", "read_corpus", "source_files"]
+__all__ = ["Corpus", "SourceCode", "Windows", "bigram_bits", "is_validation", "read_corpus", "source_files", "unigram_bits"]
+
 
 # Skipped: installed packages, tests, packages that some distributions do not ship, and generated tables.
 _OTHERS = {"__pycache__", "dist-packages", "site-packages"}
@@ -188,3 +194,46 @@ class SourceCode(DataModule):
     def val_dataloader(self) -> DataLoader[Tensor]:
         """The validation windows, in larger batches."""
         return DataLoader(self.val, batch_size=64)
+
+
+Bytes = NDArray[np.uint8]
+"""Bytes as numbers, any shape."""
+
+
+def unigram_bits(train: bytes, targets: Bytes) -> float:
+    """Return the bits per byte of a model in which each byte has its frequency in the training text.
+
+    Add-one smoothing (Laplace), so that no probability is 0.
+
+    Args:
+        train: The training text.
+        targets: The bytes to predict.
+    """
+    return _bits(_unigram(train)[targets])
+
+
+def bigram_bits(train: bytes, previous: Bytes, targets: Bytes, strength: float = 1.0) -> float:
+    """Return the bits per byte of a model in which each byte depends on the one before it.
+
+    The counts are smoothed with a Dirichlet prior around the unigram model (MacKay and Peto, "A hierarchical Dirichlet
+    language model", 1995).
+
+    Args:
+        train: The training text.
+        previous: The byte before each target, same shape as `targets`.
+        targets: The bytes to predict.
+        strength: The weight of the unigram model, in observations; above 0.
+    """
+    text = np.frombuffer(train, np.uint8).astype(np.intp)
+    pairs = np.bincount(text[:-1] * 256 + text[1:], minlength=65536).reshape(256, 256).astype(np.float64)
+    smoothed = (pairs + strength * _unigram(train)) / (pairs.sum(axis=1, keepdims=True) + strength)
+    return _bits(smoothed[previous, targets])
+
+
+def _unigram(train: bytes) -> NDArray[np.float64]:
+    counts = np.bincount(np.frombuffer(train, np.uint8), minlength=256) + 1.0
+    return np.asarray(counts / counts.sum())
+
+
+def _bits(probabilities: NDArray[Any]) -> float:
+    return float(-np.log2(probabilities).mean())

@@ -1,29 +1,59 @@
-"""`TrainkitArgumentParser`: jsonargparse's parser, with what a `Trainer`, a module, data and callbacks need."""
+"""`TrainkitArgumentParser`: jsonargparse's parser, with what a `Trainer`, a module, data and callbacks need.
+
+Beside the parser: its types for optimizers and learning-rate schedulers, its errors without what is inside jsonargparse, the
+modules that it creates so that `save_hyperparameters` saves what the configuration says, and the masks of what may be secret.
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from inspect import cleandoc
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import docstring_parser
 import torch
-from jsonargparse import ArgumentParser, register_unresolvable_import_paths, set_parsing_settings
+import yaml
+from jsonargparse import ArgumentParser, Namespace, register_unresolvable_import_paths, set_parsing_settings
 from jsonargparse.typing import class_from_function
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.callback import Callback
-from trainkit.cli.for_scripts.argument_errors import readable
-from trainkit.cli.for_scripts.masked_config import MASK
-from trainkit.cli.for_scripts.optimizer_arguments import SCHEDULER_TYPES
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, TrainkitError, nearest
+from trainkit.masking import HIDDEN, mask_value
 from trainkit.module.data_module import DataModule
+from trainkit.module.hparams import configured
 from trainkit.module.train_module import TrainModule
 from trainkit.trainer.trainer import Trainer
 
-__all__ = ["AUTOMATIC", "LightningArgumentParser", "TrainkitArgumentParser", "class_of"]
+__all__ = [
+    "AUTOMATIC",
+    "MASK",
+    "SCHEDULER_TYPES",
+    "ConfigContext",
+    "LRSchedulerCallable",
+    "LRSchedulerTypeUnion",
+    "LightningArgumentParser",
+    "OptimizerCallable",
+    "ReduceLROnPlateau",
+    "TrainkitArgumentParser",
+    "class_of",
+    "instantiate_class",
+    "mask_config",
+    "masked_keys",
+    "needs_secrets",
+    "readable",
+    "reported",
+    "with_class_path",
+    "without_classes",
+]
+
 
 AUTOMATIC = "AUTOMATIC"
 
@@ -36,6 +66,79 @@ set_parsing_settings(instantiate_subclass_spec_in_any=False)
 _NAMED = ("trainkit.callbacks", "trainkit.loggers", "trainkit.strategies")
 
 _TITLED = re.compile(r"^Args: .*\n", re.MULTILINE)
+
+
+class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """`torch.optim.lr_scheduler.ReduceLROnPlateau` with the name of the metric that it reads.
+
+    On a command line there is no `configure_optimizers` to name the metric in.
+
+    Args:
+        optimizer: The optimizer.
+        monitor: The name of the logged metric.
+        *args: The other arguments of torch's class.
+        **kwargs: The other arguments of torch's class, such as `mode`, `factor` and `patience`.
+
+    Example:
+        ```bash
+        python train.py fit --lr_scheduler=ReduceLROnPlateau --lr_scheduler.monitor=val_loss --lr_scheduler.patience=2
+        ```
+    """
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
+
+
+# ReduceLROnPlateau of torch is a subclass of LRScheduler, but nothing on a command line says which metric it reads
+SCHEDULER_TYPES = (LRScheduler, ReduceLROnPlateau)
+
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+"""A learning-rate scheduler, as an annotation."""
+
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+"""An argument of a module that creates an optimizer from the parameters. `TrainkitCLI` makes it from a class and its arguments.
+
+Example:
+    ```python
+    class Classifier(TrainModule):
+        def __init__(self, optimizer: OptimizerCallable = torch.optim.AdamW):
+            super().__init__()
+            self.make_optimizer = optimizer
+
+        def configure_optimizers(self):
+            return self.make_optimizer(self.parameters())
+    ```
+"""
+
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
+"""An argument of a module that creates a learning-rate scheduler from the optimizer, as `OptimizerCallable` an optimizer."""
+
+
+def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+    """Create an object of the class that a configuration names.
+
+    Args:
+        args: The first positional argument, or a tuple of them.
+        init: The class under `"class_path"`, and its keyword arguments under `"init_args"`.
+
+    Returns:
+        The object.
+
+    Example:
+        ```python
+        optimizer = instantiate_class(module.parameters(), {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
+        ```
+    """
+    module, _, name = init["class_path"].rpartition(".")
+    positional = args if isinstance(args, tuple) else (args,)
+    return getattr(import_module(module), name)(*positional, **init.get("init_args", {}))
+
+
+def with_class_path(kind: type, arguments: Any) -> dict[str, Any]:
+    """The configuration that `instantiate_class` reads, for a class that the command line fixes."""
+    values = {} if arguments is None else dict(arguments.as_dict() if hasattr(arguments, "as_dict") else arguments)
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": values}
 
 
 class TrainkitArgumentParser(ArgumentParser):
@@ -227,3 +330,213 @@ def _known_classes() -> list[str]:
     for kind in own:  # which grows
         own += kind.__subclasses__()
     return [*names, *(kind.__name__ for kind in own)]
+
+
+_KEY = re.compile(r'Parser key "(?P<key>[^"]+)"')
+_UNKNOWN = re.compile(r"(?:unrecognized arguments: |Key '|does not accept option ')(?P<name>[^\s'=]+)")
+_UNKNOWN_CLASS = re.compile(r"Expected a dot import path string: (?P<name>\w+)")
+_UNKNOWN_OF_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)':\s+Option '(?P<name>[^']+)' is not accepted")
+_UNKNOWN_PATH = re.compile(
+    r"Problem with given class_path '(?P<module>[^']+)\.(?P<name>\w+)':\s+(?:No module named|module '[^']+' has no attribute)"
+)
+_REQUIRED = re.compile(
+    r"Problem with given class_path '(?P<path>[^']+)':\s+the following arguments are required: (?P<names>\w+(?:, \w+)*)"
+)
+_NESTED_TYPE = re.compile(r"^ *Given value type: .*NestedArg'>\n", re.MULTILINE)
+_NESTED = re.compile(r"NestedArg\(key='(?P<name>[^']+)', val='?(?P<value>.*?)'?\)$", re.MULTILINE)
+
+
+class _Parser(Protocol):
+    """The part of a parser that is needed here."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print what is wrong, and exit with code 2."""
+
+
+@contextmanager
+def reported(parser: _Parser, kind: type[TrainkitError]) -> Iterator[None]:
+    """Report a wrong value that only creating an object or starting a run shows, as the parser reports others.
+
+    One of several processes raises it, so that the report names its rank. `JSONARGPARSE_DEBUG=1` shows the traceback.
+
+    Args:
+        parser: The parser of the subcommand.
+        kind: The kind of error that a wrong value raises.
+    """
+    try:
+        yield
+    except (kind, ValueError) as error:
+        wrong = error if isinstance(error, kind) else error.__cause__  # of the constructor that jsonargparse called
+        if not isinstance(wrong, kind) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise
+        parser.error(str(wrong), wrong)
+
+
+def readable(message: str, options: Iterable[str], classes: Iterable[str]) -> str:
+    """A message of jsonargparse for a user.
+
+    Args:
+        message: The message.
+        options: The options of the parser.
+        classes: The names of classes that need no path.
+    """
+    key = found["key"] if (found := _KEY.search(message)) else "the argument"
+    if (found := _UNKNOWN_OF_CLASS.search(message)) is not None:
+        path, name = found["path"], found["name"]
+        known = nearest(name, _arguments_of(path))
+        return f"{key}: {path.rpartition('.')[2]} has no argument {name!r}.{known} All of them: --{key}.help={path}"
+    if (found := _REQUIRED.search(message)) is not None:
+        kind, names = found["path"].rpartition(".")[2], found["names"].split(", ")
+        rest = " ".join(f"--{key}.{name}=…" for name in names)
+        return f"{key}: {kind} has no default for {', '.join(names)}. Fix: --{key}={kind} {rest}"
+    if (found := _UNKNOWN_PATH.search(message)) is not None:
+        module, name = found["module"], found["name"]
+        return f"{key}: There is no class {module}.{name}.{nearest(name, dir(sys.modules.get(module)))}"
+    if (found := _UNKNOWN_CLASS.search(message)) is not None:
+        name = found["name"]
+        return (
+            f"{key}: There is no class {name!r}.{nearest(name, classes)} Expected the name of a class of trainkit or torch, "
+            "or the path of your own: mypackage.MyClass"
+        )
+    if (found := _UNKNOWN.search(message)) is not None:
+        return f"{message}.{nearest(found['name'], options)}"
+    return _NESTED.sub(r"\g<name>=\g<value>", _NESTED_TYPE.sub("", message))
+
+
+def _arguments_of(path: str) -> list[str]:
+    """The names of the arguments of a class that is imported; with those of its base classes if it passes them on."""
+    module, _, name = path.rpartition(".")
+    names: list[str] = []
+    for kind in getattr(getattr(sys.modules.get(module), name, None), "__mro__", ()):
+        parameters = inspect.signature(kind.__init__).parameters.values()
+        names += [one.name for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        if all(one.kind != one.VAR_KEYWORD for one in parameters):
+            break
+    return names
+
+
+_PLAIN = (bool, int, float, str)
+
+
+class _CommandLine(Protocol):
+    """The part of `TrainkitCLI` that is needed here."""
+
+    parser: Any
+    config: Namespace
+    subcommand: str | None
+
+
+class ConfigContext:
+    """Creates the object of one key.
+
+    Args:
+        cli: The command line, after it has parsed.
+        key: `"model"` or `"data"`.
+        saves: `False`: `save_hyperparameters` saves the arguments of `__init__`.
+    """
+
+    def __init__(self, cli: _CommandLine, key: str, saves: bool) -> None:
+        self._cli, self._key, self._saves = cli, key, saves
+
+    def as_instantiator(self, kind: Any, subclasses: bool) -> tuple[Any, type, bool]:
+        """What `ArgumentParser.instantiate` accepts.
+
+        Args:
+            kind: The class, or a function that creates the object; a function decides by itself what to save.
+            subclasses: The configuration names a subclass.
+        """
+        return self._create, kind if isinstance(kind, type) else type(None), subclasses
+
+    def _create(
+        self, kind: Callable[..., Any], /, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        kwargs = without_classes(kwargs)
+        config = self._read() or {} if self._saves else {}
+        values = {**config.get("init_args", {}), **config.get("dict_kwargs", {})} if "class_path" in config else dict(config)
+        for target, value in applied_instantiation_links.items():
+            key, _, name = target.partition(".")
+            if key == self._key:
+                _assign(values, name.removeprefix("init_args."), value)
+        path = config.get("class_path", f"{kind.__module__}.{kind.__qualname__}")
+        # an argument of the module may be a module too, which this function creates first
+        same = all(values.get(name, value) == value for name, value in kwargs.items() if isinstance(value, _PLAIN))
+        if not self._saves or not same or path.rpartition(".")[2] != kind.__name__ or not isinstance(kind, type):
+            return kind(*args, **kwargs)
+        with configured(kind, path, values):
+            return kind(*args, **kwargs)
+
+    def _read(self) -> Any:
+        """The part of the configuration under the key, as in a file."""
+        cli = self._cli
+        parser: ArgumentParser = cli.parser
+        config = yaml.safe_load(parser.dump(cli.config, skip_link_targets=False, skip_unset=False, format="yaml"))
+        return (config if cli.subcommand is None else config[cli.subcommand]).get(self._key)
+
+
+def without_classes(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a class, where `class_path` for an argument without a type is a dict, as in the configuration.
+
+    jsonargparse makes it a `Namespace`, and passes the values in it under dotted names.
+    """
+    values: dict[str, Any] = {}
+    for name, value in arguments.items():
+        _assign(values, name, value.as_dict() if isinstance(value, Namespace) else value)
+    return values
+
+
+def _assign(values: dict[str, Any], name: str, value: Any) -> None:
+    """Assign `values["a"]["b"]` for the name `a.b`."""
+    first, _, rest = name.partition(".")
+    if rest:
+        _assign(values.setdefault(first, {}), rest, value)
+    else:
+        values[first] = value
+
+
+MASK = "***masked***"  # not HIDDEN alone, which may be a value of the program
+
+
+def mask_config(config: Namespace) -> Any:
+    """A copy of a configuration in which texts that may be secrets are masked. Numbers stay: `eot_token=50256` is no secret."""
+    return _masked("", config)
+
+
+def masked_keys(config: Namespace) -> list[str]:
+    """The keys of the values that contain a mask, as on a command line; with an index for an item of a list."""
+    return [key for key, text in _texts("", config) if MASK in text]
+
+
+def needs_secrets(keys: list[str]) -> str:
+    """What is wrong with a configuration that has a mask as the value of `keys`, and what to do."""
+    options = " ".join(f'--{key}="$SECRET"' for key in keys if "[" not in key)
+    return (
+        f"{', '.join(keys)}: found {MASK!r}, which a saved configuration has in place of a password or key. "
+        f"Expected the value, such as that of an environment variable. Fix: {options or 'write it into the file'}"
+    )
+
+
+def _masked(key: str, value: Any) -> Any:
+    if isinstance(value, Namespace):
+        copy = value.clone()
+        vars(copy).update({name: _masked(f"{key}.{name}", item) for name, item in vars(value).items()})
+        return copy
+    if isinstance(value, dict):
+        return {name: _masked(f"{key}.{name}", item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(key, item) for item in value]
+    if not isinstance(value, str | os.PathLike) or key.endswith(".class_path"):
+        return value
+    text = str(value)
+    masked: str = mask_value(key, text)
+    return value if masked == text else masked.replace(HIDDEN, MASK)
+
+
+def _texts(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Namespace | dict):
+        for name, item in (vars(value) if isinstance(value, Namespace) else value).items():
+            yield from _texts(f"{key}.{name}".removeprefix("."), item)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _texts(f"{key}[{index}]", item)
+    elif isinstance(value, str | os.PathLike):
+        yield key, str(value)

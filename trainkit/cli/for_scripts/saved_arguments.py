@@ -3,29 +3,47 @@
 jsonargparse follows strings: it imports them for `Callable`, `type[...]` and classes, reads a file of that name for a class,
 and parses YAML in them. A checkpoint may come from anywhere. So a parser sees a value only if nothing that its argument accepts
 can be followed, or if the class that it names is that of the default, or is trusted.
+
+`checkpoint_defaults` makes them defaults of a command line; `module_from_config` creates a module from the configuration that
+`TrainkitCLI` saved.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from importlib import import_module
 from inspect import isclass, isroutine
+from itertools import pairwise
+from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints, is_typeddict
 
 import torch
 import yaml
-from jsonargparse import ArgumentParser
-from jsonargparse.typing import Path, get_registered_type
+from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse.typing import Path as PathType
+from jsonargparse.typing import get_registered_type
 
+import trainkit.cli.for_scripts.argument_parser  # noqa: F401 - sets what a configuration may create
+from trainkit.checkpoint.identify import is_checkpoint
+from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.cli.for_scripts.argument_parser import TrainkitArgumentParser, class_of, without_classes
+from trainkit.console import notice
+from trainkit.errors import CheckpointError
+from trainkit.launch.script_options import option, options
+from trainkit.module.hparams import configured
 from trainkit.module.trusted import Trust
+from trainkit.paths import local_path
+from trainkit.trainer.find_checkpoint import WORDS
 
-__all__ = ["SavedArguments", "Sorted", "imported", "sort_for"]
+__all__ = ["SavedArguments", "Sorted", "checkpoint_defaults", "imported", "module_from_config", "sort_for"]
+
 
 _NUMBERS = (type(None), bool, int, float)
 _LISTS = (list, tuple, set, frozenset)
@@ -253,7 +271,7 @@ def _is_plain_class(kind: type) -> bool:
             return all(map(_is_plain, get_type_hints(kind).values()))
         except Exception:  # an annotation that names nothing
             return False
-    if issubclass(kind, Path):
+    if issubclass(kind, PathType):
         return not set("us") & set(getattr(kind, "_mode", "u"))  # addresses, which it connects to
     if kind.__module__.partition(".")[0] == "pydantic":  # its ImportString imports
         return False
@@ -310,3 +328,200 @@ def _by_name(value: Any, kind: Any) -> Any:
         if type(value) in (str, bool, int, float) and isclass(one) and issubclass(one, Enum) and value not in one.__members__:
             return next((name for name, member in one.__members__.items() if member.value == value), value)
     return value
+
+
+def checkpoint_defaults(parser: TrainkitArgumentParser, arguments: Sequence[str], kind: Any, subclass_mode: bool) -> None:
+    """Set the defaults of the module's arguments to those that the checkpoint of `--ckpt_path` was saved with.
+
+    The checkpoint imports nothing: an argument whose saved value names a class or a function must be given, unless that is the
+    default, or `--trust` names its package.
+
+    Args:
+        parser: The parser of the subcommand.
+        arguments: The command line.
+        kind: The class of the module, or what creates it.
+        subclass_mode: The module's class is an argument too.
+    """
+    trust = Trust(options(arguments, "trust"), "--trust")
+    path = option(arguments, "ckpt_path")
+    if not path or path in WORDS or not is_checkpoint(local_path(path, "ckpt_path")):
+        if trust:
+            parser.error(f"--trust is for the hyper-parameters of --ckpt_path=PATH, and --ckpt_path={path} is no checkpoint")
+        return  # the Trainer finds it, or says what is wrong
+    state = open_checkpoint(path).read({"state"}).state
+    values: dict[str, Any] = dict(state.get("hyper_parameters", {}))
+    if not values:
+        return
+    if subclass_mode:
+        class_path = state.get("hyper_parameters_class") or state["module"]
+        _set_class(parser, arguments, kind, class_path, values, trust)
+    else:
+        _set_arguments(parser, values, trust, path)
+
+
+def _set_arguments(parser: TrainkitArgumentParser, values: Mapping[Any, Any], trust: Trust, path: str) -> None:
+    saved = SavedArguments(parser, trust).sort("model", values)
+    unused = list(map(str, saved.unknown))
+    for name, value in saved.values.items():
+        try:
+            parser.set_defaults({f"model.{name}": value})
+        except KeyError:  # a link sets it
+            unused.append(name)
+    if unused:
+        notice(f"the command line sets these hyper-parameters of {path} itself: {', '.join(unused)}.")
+    for name, value in {**saved.data, **saved.refused}.items():
+        parser.require(f"model.{name}", _not_followed(name, value))
+
+
+def _set_class(
+    parser: TrainkitArgumentParser,
+    arguments: Sequence[str],
+    kind: Any,
+    class_path: Any,
+    values: Mapping[Any, Any],
+    trust: Trust,
+) -> None:
+    """Set the class of the module, which is that of the command line or is trusted, and its arguments."""
+    kind = class_of(kind)
+    in_files = _in_files(arguments)
+    given = option(arguments, "model") or option(arguments, "model.class_path") or in_files.get("class_path")
+    name = str(class_path).rpartition(".")[2]
+    if given is not None and given.rpartition(".")[2] != name:
+        return  # another class, which has other arguments
+    found = _own_class(kind, given or kind.__name__, name) or trust.find(class_path)
+    if not isclass(found) or not issubclass(found, kind):
+        parser.error(
+            f"the checkpoint of --ckpt_path has a module of the class {class_path!r:.200}, and a checkpoint imports nothing. "
+            "Expected the class on the command line: --model=mypackage.MyModule. If you trust the checkpoint, name the package "
+            "of the class: --trust mypackage."
+        )
+    saved = sort_for(found, values, trust)
+    for one, value in {**saved.data, **saved.refused}.items():
+        if one not in (in_files.get("init_args") or {}) and not _is_given(one, arguments):
+            parser.error(f"--model.{one} is required: {_not_followed(one, value)}")
+    parser.set_defaults({"model": _configuration(found, given or f"{found.__module__}.{found.__qualname__}", saved)})
+
+
+def _is_given(name: str, arguments: Sequence[str]) -> bool:
+    """Whether a command line has an argument of the module."""
+    return any(argument.startswith((f"--model.{name}", f"--model.init_args.{name}")) for argument in arguments)
+
+
+def _configuration(kind: type, class_path: str, saved: Sorted) -> dict[str, Any]:
+    """The class of the module and what a parser may see of its arguments; a notice names those that the class has not."""
+    init: dict[str, Any] = {"class_path": class_path, "init_args": saved.values}
+    more = {one: value for one, value in saved.unknown.items() if isinstance(one, str) and one.isidentifier()}
+    if more and any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values()):
+        init["dict_kwargs"] = more
+    elif saved.unknown:
+        notice(f"ignoring hyper-parameters that {kind.__name__} does not accept: {', '.join(map(str, saved.unknown))}.")
+    return init
+
+
+def _own_class(kind: Any, given: str, name: str) -> Any:
+    """The class of the program with a name or path that the command line gives; `None` if it has another name than `name`."""
+    if given.rpartition(".")[2] != name:
+        return None
+    if "." in given:
+        try:
+            return imported(given)
+        except ImportError:
+            return None
+    kinds = [kind]
+    for one in kinds:  # which grows
+        kinds += one.__subclasses__()
+    return next((one for one in kinds if one.__name__ == given), None)
+
+
+def _in_files(arguments: Sequence[str]) -> dict[str, Any]:
+    """What the configuration files of a command line say of the module."""
+    found: dict[str, Any] = {}
+    for given in [*options(arguments, "config"), *(two for one, two in pairwise(arguments) if one == "-c")]:
+        try:
+            text = Path(given).read_text("utf-8") if Path(given).is_file() else given
+            content = yaml.safe_load(text)
+        except (OSError, ValueError, yaml.YAMLError):
+            continue  # the parser says what is wrong
+        content = content.get(arguments[0], content) if isinstance(content, dict) else {}
+        if isinstance(content.get("model"), dict):
+            found.update(content["model"])
+        elif isinstance(content.get("model"), str):
+            found["class_path"] = content["model"]
+    return found
+
+
+def _not_followed(name: str, value: Any) -> str:
+    """What a user can do about the value of an argument that is not taken from a checkpoint."""
+    return (
+        f"The checkpoint of --ckpt_path has {value!r:.100} for {name}, which may name code, and a checkpoint imports nothing. "
+        f"Expected the value on the command line: --model.{name}=VALUE. If you trust the checkpoint, name the packages whose "
+        "classes and functions it may create: --trust mypackage."
+    )
+
+
+def module_from_config(
+    kind: type, class_path: str, saved: Mapping[str, Any], overrides: Mapping[str, Any], trust: Trust, source: str
+) -> Any:
+    """A module, created with the arguments that a configuration describes.
+
+    A checkpoint may come from anywhere: a class or a function that it names is that of the default, or is in a package that is
+    trusted, or the caller passes it.
+
+    Args:
+        kind: The class of the module.
+        class_path: Its class path, as saved.
+        saved: The arguments of `__init__` in the checkpoint, as in a configuration file.
+        overrides: The arguments of the caller.
+        trust: What may be imported.
+        source: The checkpoint, for messages.
+
+    Raises:
+        CheckpointError: An argument was a class, a function or an object, or a value does not fit the type of its argument.
+    """
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, "module", fail_untyped=False)
+    given = SavedArguments(parser, trust).sort("module", {name: one for name, one in saved.items() if name not in overrides})
+    if given.refused:
+        raise _refused_arguments(kind, given.refused, source)
+    # jsonargparse knows no names for **kwargs that __init__ keeps: `dict_kwargs` of a configuration file
+    keeps = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values())
+    known = {action.dest.split(".")[1] for action in parser._actions if action.dest.startswith("module.")}
+    others = {**given.unknown, **{name: value for name, value in overrides.items() if name not in known}}
+    _do_not_require(parser, given.data)
+    try:
+        if others and not keeps:
+            raise ArgumentError(None, f"It has no arguments {', '.join(map(repr, others)):.200}")
+        values = {**given.values, **{name: value for name, value in overrides.items() if name in known}}
+        config = parser.parse_object({"module": values})
+    except ArgumentError as error:
+        raise CheckpointError(
+            f"{source}: the arguments do not fit {kind.__name__}. Expected the types of its annotations. Pass the arguments "
+            f"that have changed: {kind.__name__}.load_from_checkpoint(path, name=value). {error}"
+        ) from error
+
+    def create(created: type, /, **arguments: Any) -> Any:
+        with configured(kind, class_path, {**saved, **overrides}):
+            return created(**{**without_classes(arguments), **given.data, **others})
+
+    return parser.instantiate(config, instantiators=[(create, kind, False)]).module
+
+
+def _do_not_require(parser: ArgumentParser, names: Container[str]) -> None:
+    """Let a parser do without arguments that the class gets and the parser does not see."""
+    for action in parser._actions:
+        if action.dest.removeprefix("module.") in names:
+            action.required = False
+
+
+def _refused_arguments(kind: type, refused: Mapping[str, Any], source: str) -> CheckpointError:
+    """An error for arguments whose saved values name classes, functions or objects."""
+    names = list(dict.fromkeys(path.partition(".")[0] for path in refused))
+    saved = ", ".join(f"{path} ({value!r:.100})" for path, value in refused.items())
+    passed = ", ".join(f"{name}=..." for name in names)
+    return CheckpointError(
+        f"{source}: the saved values of these arguments of {kind.__name__} may name code, and loading a checkpoint imports "
+        f"nothing: {saved:.500}. Expected the class, function or object itself. "
+        f"Fix: {kind.__name__}.load_from_checkpoint(path, {passed}). "
+        "If you trust the checkpoint, name the packages whose classes and functions it may create: "
+        f"{kind.__name__}.load_from_checkpoint(path, trust=['mypackage.'])"
+    )

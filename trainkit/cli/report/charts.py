@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trainkit.cli.report.run_data import RunData
-from trainkit.cli.report.run_starts import RunStart, saved_time
-from trainkit.cli.report.style import CHART, COLORS, DASHES
+from trainkit.cli.report.html import CHART, COLORS, DASHES
+from trainkit.cli.report.run_data import RunData, RunStart, saved_time
 from trainkit.loggers.metrics_reader import Series
 
 __all__ = ["Key", "bokeh_script", "embed", "interrupted", "metric_chart", "styles_of", "time_chart", "timed"]

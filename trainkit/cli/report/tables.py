@@ -9,8 +9,7 @@ from trainkit.checkpoint.folder import ListedCheckpoint
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.cli.checkpoint.text import bytes_text, contents_text, on_one_line
 from trainkit.cli.report.html import data, duration, number, safe, table, time_text
-from trainkit.cli.report.run_data import KINDS, RunData, kind_of
-from trainkit.cli.report.run_starts import RunStart, saved_time
+from trainkit.cli.report.run_data import KINDS, RunData, RunStart, kind_of, saved_time
 from trainkit.loggers.metrics_reader import Series
 
 __all__ = [

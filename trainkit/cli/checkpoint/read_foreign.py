@@ -132,7 +132,7 @@ class _Files:
         if not paths:
             return []
         pairs = [str(one) for pair in zip(paths, targets, strict=True) for one in pair]
-        command = [sys.executable, "-m", "trainkit.cli.checkpoint.foreign.restricted_load", *pairs]
+        command = [sys.executable, "-m", "trainkit.cli.checkpoint.restricted_load", *pairs]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
         # The process ends when its standard input does: with this one, even if this one is killed.
         with subprocess.Popen(

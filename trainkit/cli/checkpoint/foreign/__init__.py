@@ -1,5 +1,0 @@
-"""Checkpoints of other programs: read them, and convert what they hold."""
-
-from __future__ import annotations
-
-__all__: list[str] = []
