@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from trainkit.accelerator import Accelerator
     from trainkit.accelerator.skipping import skip_first_batches
     from trainkit.callback import Callback
-    from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-    from trainkit.config.distributed_type import DistributedType
-    from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+    from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
     from trainkit.config.kwargs_handlers import (
         AutocastKwargs,
+        DataLoaderConfiguration,
         DDPCommunicationHookType,
         DistributedDataParallelKwargs,
+        DistributedType,
+        GradientAccumulationPlugin,
         GradScalerKwargs,
         InitProcessGroupKwargs,
         ProfileKwargs,
+        ProjectConfiguration,
     )
-    from trainkit.config.parallelism_config import ParallelismConfig
     from trainkit.data.combined import CombinedLoader
     from trainkit.float8_precision import Float8Precision
     from trainkit.launch.notebook import notebook_launcher
@@ -88,22 +89,22 @@ _PLACES = {
     "Callback": "trainkit.callback",
     "CombinedLoader": "trainkit.data.combined",
     "DDPCommunicationHookType": "trainkit.config.kwargs_handlers",
-    "DataLoaderConfiguration": "trainkit.config.configurations",
+    "DataLoaderConfiguration": "trainkit.config.kwargs_handlers",
     "DataModule": "trainkit.module.data_module",
     "DeepSpeedPlugin": "trainkit.config.deepspeed_plugin",
     "DistributedDataParallelKwargs": "trainkit.config.kwargs_handlers",
-    "DistributedType": "trainkit.config.distributed_type",
+    "DistributedType": "trainkit.config.kwargs_handlers",
     "FullyShardedDataParallelPlugin": "trainkit.config.fsdp_plugin",
     "GradScalerKwargs": "trainkit.config.kwargs_handlers",
-    "GradientAccumulationPlugin": "trainkit.config.configurations",
+    "GradientAccumulationPlugin": "trainkit.config.kwargs_handlers",
     "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
     "LightningDataModule": "trainkit.module.data_module",
     "LightningModule": "trainkit.module.train_module",
     "Float8Precision": "trainkit.float8_precision",
-    "ParallelismConfig": "trainkit.config.parallelism_config",
+    "ParallelismConfig": "trainkit.config.fsdp_plugin",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",
-    "ProjectConfiguration": "trainkit.config.configurations",
+    "ProjectConfiguration": "trainkit.config.kwargs_handlers",
     "Strategy": "trainkit.strategy",
     "TrainModule": "trainkit.module.train_module",
     "Trainer": "trainkit.trainer.trainer",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainkit.checks import is_number
-from trainkit.config.foreign import is_off
+from trainkit.config.keys import is_off
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.precision import Precision

@@ -21,7 +21,7 @@ from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.checkpointing import Checkpointing, Prepared
 from trainkit.accelerator.naming import NumberedCheckpoints
 from trainkit.checkpoint import open_checkpoint
-from trainkit.config.configurations import ProjectConfiguration
+from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.errors import (
     CheckpointError,
     ConfigurationError,

@@ -8,7 +8,7 @@ import torch
 from trainkit import Accelerator, Strategy
 from trainkit.accelerator.facts import no_attribute, plugin_of, state_of
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.distributed_type import DistributedType
+from trainkit.config.kwargs_handlers import DistributedType
 from trainkit.strategies import ZeROStrategy
 
 

@@ -13,17 +13,18 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator, Precision, Strategy, Trainer
-from trainkit.config.compiling import Compilation
-from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from trainkit.config.dynamo_plugin import TorchDynamoPlugin
-from trainkit.config.inherited import Settings, carry
+from trainkit.config.compiling import Compilation, TorchDynamoPlugin
 from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
 )
+from trainkit.config.settings import Settings, carry
 from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError, UnsupportedArgumentError
 from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.registry import StrategyInfo

@@ -20,7 +20,7 @@ from trainkit import Accelerator, Strategy
 from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.process_verbs import ProcessVerbs
 from trainkit.accelerator.processes import Processes, only_where
-from trainkit.config.distributed_type import DistributedType
+from trainkit.config.kwargs_handlers import DistributedType
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.registry import find_info

@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from trainkit.cli.main import main
-from trainkit.config.read import read_settings
+from trainkit.config.settings_file import read_settings
 from trainkit.launch import tpu
 
 Said = Callable[..., list[str]]

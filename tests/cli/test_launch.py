@@ -19,7 +19,7 @@ from helpers.launch.configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MAC
 from helpers.support import run_python
 
 from trainkit.cli.main import main
-from trainkit.config.inherited import VARIABLE, Settings, carry, debugging, inherited_settings
+from trainkit.config.settings import VARIABLE, Settings, carry, debugging, inherited_settings
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
 
@@ -32,7 +32,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launch:
     jobs: list[Job] = []
     monkeypatch.setattr(agent, "run_job", lambda job: jobs.append(job) or 7)  # type: ignore[func-returns-value]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("trainkit.config.read.default_file", lambda: tmp_path / "default.yaml")
+    monkeypatch.setattr("trainkit.config.settings_file.default_file", lambda: tmp_path / "default.yaml")
     (tmp_path / "script.py").touch()
 
     def run(*arguments: str, **variables: str) -> Job:

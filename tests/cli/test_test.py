@@ -19,7 +19,7 @@ from helpers.worlds.worlds import run_world
 from trainkit.cli import setup_checks, test
 from trainkit.cli.main import main
 from trainkit.cli.setup_checks import CHECKS, Check, CheckContext
-from trainkit.config.inherited import Settings, carry, inherited_settings
+from trainkit.config.settings import Settings, carry, inherited_settings
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.registry import make_strategy

@@ -10,8 +10,7 @@ import yaml
 from helpers.launch.configurations import DEFAULT, FILES
 from helpers.support import run_python
 
-from trainkit.config.read import read_settings
-from trainkit.config.write import write_settings
+from trainkit.config.settings_file import read_settings, write_settings
 
 PROGRAM = """\
 import json, sys

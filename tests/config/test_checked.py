@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.checked import checked_settings
 from trainkit.config.settings import Settings
+from trainkit.config.settings_file import checked_settings
 from trainkit.errors import ConfigurationError
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.config.compiling import Compilation
-from trainkit.config.dynamo_plugin import TorchDynamoPlugin, compilation_of
+from trainkit.config.compiling import Compilation, TorchDynamoPlugin, compilation_of
 from trainkit.config.settings import Settings
 from trainkit.errors import ConfigurationError
 from trainkit.utils import DynamoBackend

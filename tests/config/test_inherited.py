@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.config.inherited import VARIABLE, Settings, carry, debugging, inherited_settings, with_environment
+from trainkit.config.settings import VARIABLE, Settings, carry, debugging, inherited_settings, with_environment
 from trainkit.console import TrainkitWarning
 
 SETTINGS = Settings(

@@ -22,8 +22,8 @@ from helpers.launch.configurations import (
     accelerates,
 )
 
-from trainkit.config.read import default_file, read_settings
 from trainkit.config.settings import Settings
+from trainkit.config.settings_file import default_file, read_settings
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 
 MACHINE = {"debug": False, "machine_rank": 0, "num_machines": 1}

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.config.read import read_settings
 from trainkit.config.settings import Settings
-from trainkit.config.write import write_settings
+from trainkit.config.settings_file import read_settings, write_settings
 from trainkit.errors import ConfigurationError
 from trainkit.utils.basic_config import write_basic_config
 

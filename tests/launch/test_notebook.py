@@ -24,7 +24,7 @@ from helpers.support import run_python
 from helpers.worlds.worlds import free_port
 
 from trainkit import notebook_launcher, utils
-from trainkit.config.inherited import VARIABLE, inherited_settings
+from trainkit.config.settings import VARIABLE, inherited_settings
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch import agent, notebook, notebook_child
 from trainkit.launch.agent import Job

@@ -15,9 +15,8 @@ from helpers.support import ROOT, STARTUP, run_python
 
 from trainkit import Trainer
 from trainkit.callbacks import GradientClipping
-from trainkit.config.checked import checked_settings
-from trainkit.config.inherited import carry
-from trainkit.config.read import read_settings
+from trainkit.config.settings import carry
+from trainkit.config.settings_file import checked_settings, read_settings
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.strategy import Strategy

@@ -13,7 +13,7 @@ from trainkit.accelerator.checkpointing import PARTS, Checkpointing, Loop, Prepa
 from trainkit.accelerator.naming import NumberedCheckpoints
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.saving import Saving, refuse_pickle
-from trainkit.config.configurations import ProjectConfiguration
+from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.state.parts import check_names
 from trainkit.unsupported import refuse_unknown
 

@@ -9,8 +9,8 @@ import torch
 
 from trainkit.accelerator.options import mixed_name
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.distributed_type import DistributedType, distributed_type
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from trainkit.config.kwargs_handlers import DistributedType, distributed_type
 from trainkit.config.settings import Plugin
 from trainkit.console import notice
 from trainkit.errors import nearest

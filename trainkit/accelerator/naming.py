@@ -14,7 +14,7 @@ from trainkit.checkpoint.identify import is_checkpoint
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.removal import remove
-from trainkit.config.configurations import ProjectConfiguration
+from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, ConfigurationError

@@ -9,20 +9,20 @@ from typing import Any
 from trainkit.accelerator.plugins import check_plugins, given_plugin
 from trainkit.accelerator.tracker_verbs import check_trackers
 from trainkit.checks import whole_number
-from trainkit.config.compiling import Compilation, refuse_compiled
-from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
-from trainkit.config.dynamo_plugin import compilation_of
-from trainkit.config.inherited import Settings, debugging, inherited_settings
+from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
 from trainkit.config.kwargs_handlers import (
     AORecipeKwargs,
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
     sorted_handlers,
 )
-from trainkit.config.settings import Plugin
+from trainkit.config.settings import Plugin, Settings, debugging, inherited_settings
 from trainkit.distributed.device import find_device
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
-from trainkit.config.inherited import Settings
-from trainkit.config.parallelism_config import ParallelismConfig
-from trainkit.config.settings import Plugin
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainkit.config.settings import Plugin, Settings
 from trainkit.errors import ConfigurationError
 
 __all__ = ["check_plugins", "given_plugin"]

@@ -15,8 +15,8 @@ from trainkit.accelerator.gathering import CurrentBatch, Gathering
 from trainkit.accelerator.options import mixed_name
 from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.distributed_type import DistributedType, distributed_type
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from trainkit.config.kwargs_handlers import DistributedType, distributed_type
 from trainkit.config.settings import Plugin
 from trainkit.console import echo
 from trainkit.distributed.world import World

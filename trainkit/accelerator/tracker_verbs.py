@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from trainkit.config.configurations import ProjectConfiguration
+from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.loggers.attach import attach

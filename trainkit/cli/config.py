@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, allow_both_spellings, settings_from_flags, with_nearest
-from trainkit.config.checked import checked_settings
 from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, FSDP, KEYS, Key, checked
 from trainkit.config.settings import Settings
+from trainkit.config.settings_file import checked_settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.tpu import DEVICE
 from trainkit.registry import automatic_info
@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Write the file; 0."""
-    from trainkit.config.read import default_file
-    from trainkit.config.write import write_settings
+    from trainkit.config.settings_file import default_file, write_settings
 
     settings, default = settings_from_flags(args), default_file()
     path = default if args.config_file is None else Path(args.config_file)

@@ -27,8 +27,7 @@ from trainkit.cli.settings_flags import (
     settings_from_flags,
     with_nearest,
 )
-from trainkit.config.inherited import VARIABLE, with_environment
-from trainkit.config.settings import Settings
+from trainkit.config.settings import VARIABLE, Settings, with_environment
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.launch.hostfile import read_hostfile
 from trainkit.launch.nodes import grace, join_timeout, quietly

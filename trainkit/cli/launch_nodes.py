@@ -7,10 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from trainkit.checks import whole_number
-from trainkit.config.checked import checked_settings
-from trainkit.config.inherited import carry
 from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
-from trainkit.config.settings import Settings
+from trainkit.config.settings import Settings, carry
+from trainkit.config.settings_file import checked_settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.hostfile import Host
 from trainkit.launch.nodes import Nodes, node_range, read_nodes

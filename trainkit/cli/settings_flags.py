@@ -7,10 +7,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from trainkit.config.foreign import FLAGS, IGNORED_FLAGS, UNUSED, check_unused
-from trainkit.config.inherited import VARIABLE, inherited_settings
-from trainkit.config.keys import BACKEND, DYNAMO, FSDP, KEYS, PARALLELISM, checked
-from trainkit.config.settings import Settings
+from trainkit.config.keys import BACKEND, DYNAMO, FLAGS, FSDP, IGNORED_FLAGS, KEYS, PARALLELISM, UNUSED, check_unused, checked
+from trainkit.config.settings import VARIABLE, Settings, inherited_settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
 
@@ -97,7 +95,7 @@ def settings_from_file(args: argparse.Namespace, env: Mapping[str, str]) -> Sett
     Raises:
         ConfigurationError: The file cannot be read, or has a wrong value.
     """
-    from trainkit.config.read import default_file, read_settings
+    from trainkit.config.settings_file import default_file, read_settings
 
     if args.config_file is not None:
         return read_settings(args.config_file)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit._version import __version__
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli.test import print_line
-from trainkit.config.inherited import VARIABLE
+from trainkit.config.settings import VARIABLE
 from trainkit.console import counted
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import TrainkitError

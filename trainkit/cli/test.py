@@ -11,9 +11,8 @@ from pathlib import Path
 
 from trainkit.cli.launch_nodes import process_variables
 from trainkit.cli.settings_flags import add_config_file, allow_both_spellings, settings_from_file
-from trainkit.config.checked import checked_settings
-from trainkit.config.inherited import VARIABLE, with_environment
-from trainkit.config.settings import Settings
+from trainkit.config.settings import VARIABLE, Settings, with_environment
+from trainkit.config.settings_file import checked_settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.private_folder import private_folder

@@ -6,7 +6,7 @@ import linecache
 import sys
 import threading
 
-from trainkit.config.inherited import debugging
+from trainkit.config.settings import debugging
 from trainkit.console import warn
 from trainkit.distributed.collective_tracker import file_name_of, find_caller
 

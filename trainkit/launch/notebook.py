@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checks import is_number, whole_number
-from trainkit.config.inherited import VARIABLE, Settings, carry, inherited_settings
 from trainkit.config.keys import KEYS, checked
+from trainkit.config.settings import VARIABLE, Settings, carry, inherited_settings
 from trainkit.console import echo
 from trainkit.distributed.failure import summary
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.accelerator.compiled import compiled_parts, described_parts
-from trainkit.config.compiling import Compilation, refuse_compiled
-from trainkit.config.dynamo_plugin import compilation_of
-from trainkit.config.inherited import inherited_settings
+from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
+from trainkit.config.settings import inherited_settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 

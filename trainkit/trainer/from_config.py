@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from trainkit.config.inherited import Settings, inherited_settings
+from trainkit.config.settings import Settings, inherited_settings
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.resolve import read_wanted
 from trainkit.launch.tpu import DEVICE

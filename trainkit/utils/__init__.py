@@ -7,21 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.config.configurations import DataLoaderConfiguration, GradientAccumulationPlugin, ProjectConfiguration
+from trainkit.config.compiling import TorchDynamoPlugin
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.distributed_type import DistributedType
-from trainkit.config.dynamo_plugin import TorchDynamoPlugin
-from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainkit.config.kwargs_handlers import (
     AORecipeKwargs,
     AutocastKwargs,
+    DataLoaderConfiguration,
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProfileKwargs,
+    ProjectConfiguration,
 )
-from trainkit.config.parallelism_config import ParallelismConfig
 from trainkit.launch.notebook import notebook_launcher
 from trainkit.lazy import absent
 from trainkit.state.single_file import load

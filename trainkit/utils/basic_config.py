@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from trainkit.config.keys import KEYS, checked
-from trainkit.config.read import default_file
 from trainkit.config.settings import Settings
-from trainkit.config.write import write_settings
+from trainkit.config.settings_file import default_file, write_settings
 from trainkit.console import notice
 from trainkit.launch.tpu import DEVICE, tpu_is_chosen
 from trainkit.registry import automatic_info
