@@ -12,6 +12,9 @@ RUN := $(VENV)/bin/python
 INSTALL := $(RUN) -m pip install --disable-pip-version-check -c constraints.txt
 INPUTS := setup.py pyproject.toml constraints.txt
 
+# Tests start Python some thousand times: without its cache each of them would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # The tests pin one thread per process, so that sums are the same everywhere and two processes fit on two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
 
