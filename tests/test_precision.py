@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit import Precision
 from trainkit import precision as precisions
-from trainkit.config.keys import KEYS, checked
+from trainkit.config.keys import KEYS, convert_value
 from trainkit.errors import ConfigurationError, UnknownNameError
 from trainkit.precision import MIXED as OF_ACCELERATE
 from trainkit.precision import OVER_MASTERS, PRECISIONS, PrecisionSpec, register_precision
@@ -383,7 +383,7 @@ def test_a_registered_precision_is_like_the_others(halves: PrecisionSpec) -> Non
     assert (made.name, made.spec, made.autocast_dtype, made.plain) == ("half", halves, torch.float16, False)
     assert type(made.scaler) is halves.scaler
     assert OF_ACCELERATE["halves"] == "half"
-    assert checked("mixed_precision", "halves", KEYS, "mixed_precision") == "halves"
+    assert convert_value("mixed_precision", "halves", KEYS, "mixed_precision") == "halves"
     assert Strategy("cpu", precision="half").precision.name == "half"
     with pytest.raises(ConfigurationError, match=r"precision='half' does not work on META, which is nothing\. Use"):
         made.setup(torch.device("meta"))

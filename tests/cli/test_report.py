@@ -28,7 +28,7 @@ from trainkit.callbacks import LearningRateMonitor, MemoryMonitor, ModelCheckpoi
 from trainkit.checkpoint import list_checkpoints
 from trainkit.cli.logged_runs import not_drawn
 from trainkit.cli.main import main
-from trainkit.cli.report.charts import thinned
+from trainkit.cli.report.charts import thin
 from trainkit.cli.report.html import duration, number
 from trainkit.cli.report.run_data import kind_of
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
@@ -326,7 +326,7 @@ def test_values_that_are_not_finite_and_long_series() -> None:
 def test_thinned_series_keep_extremes_ends_and_gaps() -> None:
     points = [(step, math.sin(step / 50)) for step in range(100_000)]
     points[31_234], points[77_777], points[50_000] = (31_234, 9.0), (77_777, -9.0), (50_000, math.nan)
-    x, y = thinned(points, 2000)
+    x, y = thin(points, 2000)
     assert len(x) <= 2002
     assert (np.nanmax(y), np.nanmin(y)) == (9.0, -9.0)
     assert (x[0], x[-1]) == (0, 99_999)

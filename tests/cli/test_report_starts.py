@@ -21,7 +21,7 @@ from cli.test_report import Page, fit, report
 
 from trainkit.checkpoint import list_checkpoints
 from trainkit.cli.main import main
-from trainkit.cli.report.charts import interrupted
+from trainkit.cli.report.charts import interrupted_starts
 from trainkit.cli.report.run_data import read_run
 from trainkit.loggers import CSVLogger
 
@@ -90,7 +90,7 @@ def test_a_run_that_was_killed_twice() -> None:
 
     run = read_run(FOLDER, "run")
     records = [json.loads(line) for line in (FOLDER / "starts.jsonl").read_text().splitlines()]
-    assert [len(interrupted(run)), interrupted(run)[0]] == [2, run.starts[0]]
+    assert [len(interrupted_starts(run)), interrupted_starts(run)[0]] == [2, run.starts[0]]
     for start_, following in zip(run.starts, run.starts[1:], strict=False):
         assert start_.opened <= start_.end < following.opened
         times, steps = zip(*start_.points, strict=True)

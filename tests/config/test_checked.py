@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainkit.config.settings import Settings
-from trainkit.config.settings_file import checked_settings
+from trainkit.config.settings_file import check_settings
 from trainkit.errors import ConfigurationError
 
 
@@ -20,19 +20,19 @@ def test_values_that_mean_not_set_are_removed() -> None:
         {"dynamo_backend": "no", "dynamo_mode": "default"},
         "conf.yaml",
     )
-    assert checked_settings(before) == Settings({"distributed_type": "DEEPSPEED"}, {"zero_stage": 3}, {}, "conf.yaml")
-    assert checked_settings(checked_settings(before)) == checked_settings(before)
-    assert checked_settings(Settings()) == Settings()
+    assert check_settings(before) == Settings({"distributed_type": "DEEPSPEED"}, {"zero_stage": 3}, {}, "conf.yaml")
+    assert check_settings(check_settings(before)) == check_settings(before)
+    assert check_settings(Settings()) == Settings()
 
 
 def test_several_cpus_are_cpus() -> None:
-    assert checked_settings(Settings({"distributed_type": "MULTI_CPU"})).get("use_cpu") is True
+    assert check_settings(Settings({"distributed_type": "MULTI_CPU"})).get("use_cpu") is True
 
 
 def test_a_deepspeed_configuration_is_found_from_any_folder(tmp_path: Path) -> None:
     Path("ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
     file = {"deepspeed_config_file": "ds.json", "zero3_init_flag": False, "gradient_clipping": "auto"}
-    found = checked_settings(Settings({"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": 2}, file))
+    found = check_settings(Settings({"distributed_type": "DEEPSPEED", "gradient_accumulation_steps": 2}, file))
     assert found.get("deepspeed_config_file") == str(tmp_path / "ds.json")
     plugin = found.plugin()
     assert plugin is not None
@@ -66,10 +66,10 @@ DEEPSPEED = {"distributed_type": "DEEPSPEED"}
 ])  # fmt: skip
 def test_contradictions(values: dict[str, Any], deepspeed: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        checked_settings(Settings(values, deepspeed, {}, "c"))
+        check_settings(Settings(values, deepspeed, {}, "c"))
     assert words in str(caught.value)
 
 
 def test_a_mode_of_no_compiler() -> None:
     with pytest.raises(ConfigurationError, match="c: dynamo_mode: without dynamo_backend nothing is compiled"):
-        checked_settings(Settings({}, {}, {"dynamo_mode": "default"}, "c"))
+        check_settings(Settings({}, {}, {"dynamo_mode": "default"}, "c"))

@@ -16,7 +16,7 @@ from helpers.support import ROOT, STARTUP, run_python
 from trainkit import Trainer
 from trainkit.callbacks import GradientClipping
 from trainkit.config.settings import carry
-from trainkit.config.settings_file import checked_settings, read_settings
+from trainkit.config.settings_file import check_settings, read_settings
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.strategy import Strategy
@@ -42,7 +42,7 @@ def configured(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def configure(text: str) -> None:
         Path("conf.yaml").write_text(text)
-        for name, value in carry(checked_settings(read_settings("conf.yaml"))).items():
+        for name, value in carry(check_settings(read_settings("conf.yaml"))).items():
             monkeypatch.setenv(name, value)
 
     return configure

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.cli.settings_flags import add_config_file, add_flags, allow_both_spellings, settings_from_flags, with_nearest
-from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, FSDP, KEYS, Key, checked
+from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, FSDP, KEYS, Key, convert_value
 from trainkit.config.settings import Settings
-from trainkit.config.settings_file import checked_settings
+from trainkit.config.settings_file import check_settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.tpu import DEVICE
 from trainkit.registry import automatic_info
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         if path.exists():
             print(f"{path} exists and will be replaced after the last answer. Press Ctrl-C to keep it.")
         settings = _settings_from_answers()
-    checked_settings(settings)  # raises for contradictions before anything is written
+    check_settings(settings)  # raises for contradictions before anything is written
     replaced = path.exists()
     write_settings(settings, path)
     print(f"{'Replaced' if replaced else 'Wrote'} {path}")
@@ -95,7 +95,7 @@ class _Questions:
             self._ask_key("mixed_precision", "Precision: no (float32), fp16, bf16 or fp8", "no")
         if kind != "tpu" and self._values["distributed_type"] != "DEEPSPEED":
             question = "Compile the model: no, or a backend of torch.compile such as inductor"
-            backend = self._ask(question, "no", lambda text: checked("dynamo_backend", text, DYNAMO, "dynamo_backend"))
+            backend = self._ask(question, "no", lambda text: convert_value("dynamo_backend", text, DYNAMO, "dynamo_backend"))
             if backend != "no":
                 self._dynamo["dynamo_backend"] = backend
         return Settings(self._values, self._backend, self._dynamo, "your answers")
@@ -165,7 +165,7 @@ class _Questions:
         """Ask for the value of a key, and keep the answer."""
 
         def read(text: str) -> Any:
-            value = checked(name, text, table, name)
+            value = convert_value(name, text, table, name)
             problem = fits(value)
             if problem is not None:
                 raise ConfigurationError(f"{name} cannot be {value}: {problem}.")
@@ -204,7 +204,7 @@ def _sharding(text: str) -> int | str:
         if os.path.isfile(text):
             return text
         raise ConfigurationError(f"expected no, fsdp, 1, 2, 3 or the path of a file, but there is no file {text!r}.")
-    return int(checked("zero_stage", text, BACKEND, "the stage"))
+    return int(convert_value("zero_stage", text, BACKEND, "the stage"))
 
 
 def _at_least(processes: int) -> Callable[[str], str | None]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from trainkit.checks import whole_number
 from trainkit.config.keys import HOSTFILE, MULTINODE_LAUNCHER
 from trainkit.config.settings import Settings, carry
-from trainkit.config.settings_file import checked_settings
+from trainkit.config.settings_file import check_settings
 from trainkit.errors import ConfigurationError
 from trainkit.launch.hostfile import Host
 from trainkit.launch.nodes import Nodes, node_range, read_nodes
@@ -32,7 +32,7 @@ def merge_settings(args: argparse.Namespace, flags: Settings, file: Settings) ->
     counted = "num_processes" in {*flags.values, *file.values}
     if counted and "num_machines" not in flags.values and (args.nnodes or "").isdigit():
         flags = replace(flags, values={**flags.values, "num_machines": int(args.nnodes)})
-    return checked_settings(flags.over(file))
+    return check_settings(flags.over(file))
 
 
 def find_nodes(args: argparse.Namespace, flags: Settings, file: Settings, env: Mapping[str, str]) -> Nodes:

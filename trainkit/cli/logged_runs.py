@@ -24,8 +24,8 @@ __all__ = [
     "find_runs",
     "group_of",
     "labels_of",
+    "metric_names",
     "metrics_folder",
-    "named",
     "not_drawn",
     "over_epochs",
     "select",
@@ -165,7 +165,7 @@ def _mean(values: list[float]) -> float:
     return math.fsum(finite) / len(finite) if finite else math.nan
 
 
-def named(metrics: str) -> list[str]:
+def metric_names(metrics: str) -> list[str]:
     """The names in the argument `--metrics`."""
     return [name for name in re.split(r"\s*,\s*", metrics.strip()) if name]
 

@@ -14,7 +14,7 @@ from trainkit.cli.logged_runs import (
     find_runs,
     group_of,
     labels_of,
-    named,
+    metric_names,
     not_drawn,
     over_epochs,
     select,
@@ -77,7 +77,7 @@ def _chosen(runs: dict[str, dict[str, Series]], wanted: str | None) -> dict[str,
     """The metrics to draw: those that were named, and not too many; prints that others are left."""
     if wanted:
         known = [name for metrics in runs.values() for name in metrics]
-        runs = {label: select(metrics, named(wanted), known) for label, metrics in runs.items()}
+        runs = {label: select(metrics, metric_names(wanted), known) for label, metrics in runs.items()}
     hidden, left = not_drawn((name for metrics in runs.values() for name in metrics if name != "epoch"), "plot")
     if left is not None:
         print(escaped(left, keep=""))

@@ -7,7 +7,18 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from trainkit.config.keys import BACKEND, DYNAMO, FLAGS, FSDP, IGNORED_FLAGS, KEYS, PARALLELISM, UNUSED, check_unused, checked
+from trainkit.config.keys import (
+    BACKEND,
+    DYNAMO,
+    FLAGS,
+    FSDP,
+    IGNORED_FLAGS,
+    KEYS,
+    PARALLELISM,
+    UNUSED,
+    check_unused,
+    convert_value,
+)
 from trainkit.config.settings import VARIABLE, Settings, inherited_settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
@@ -47,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 group.add_argument(f"--{name}", metavar=key.metavar, help=key.help)
     short = parser.add_argument_group("short flags")
     for flag, (name, value) in _SHORT.items():
-        short.add_argument(f"--{flag}", action="store_true", help=f"same as {_written(name, value)}")
+        short.add_argument(f"--{flag}", action="store_true", help=f"same as {_flag_text(name, value)}")
     ignored = parser.add_argument_group("flags of accelerate launch without an effect")
     for flag, metavar in IGNORED_FLAGS.items():
         if metavar:
@@ -71,10 +82,10 @@ def settings_from_flags(args: argparse.Namespace) -> Settings:
             raise ConfigurationError(f"--{flag} and {short[name][0]} contradict each other. Pass only one of them.")
     for name in _ALL:
         given = getattr(args, name, None)
-        value = None if given is None else checked(name, given, _ALL, f"--{name}")
+        value = None if given is None else convert_value(name, given, _ALL, f"--{name}")
         if name in short and value not in (None, short[name][1]):
             raise ConfigurationError(
-                f"{_written(name, value)} and {short[name][0]} contradict each other. Pass only one of them."
+                f"{_flag_text(name, value)} and {short[name][0]} contradict each other. Pass only one of them."
             )
         if name in short:
             value = short[name][1]
@@ -83,7 +94,7 @@ def settings_from_flags(args: argparse.Namespace) -> Settings:
     return Settings(**parts, source="the command line")
 
 
-def _written(name: str, value: Any) -> str:
+def _flag_text(name: str, value: Any) -> str:
     return f"--{name} {value}" if not isinstance(value, bool) else f"--{name}" if value else f"--no-{name}"
 
 

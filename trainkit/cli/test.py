@@ -12,7 +12,7 @@ from pathlib import Path
 from trainkit.cli.launch_nodes import process_variables
 from trainkit.cli.settings_flags import add_config_file, allow_both_spellings, settings_from_file
 from trainkit.config.settings import VARIABLE, Settings, with_environment
-from trainkit.config.settings_file import checked_settings
+from trainkit.config.settings_file import check_settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.private_folder import private_folder
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run all checks; 0 if all pass, 1 if one fails, 130 or 143 if interrupted or preempted before that."""
-    settings = checked_settings(settings_from_file(args, os.environ))
+    settings = check_settings(settings_from_file(args, os.environ))
     processes = _processes(args.nproc_per_node, settings)
     from trainkit.cli.setup_checks import CHECKS, SETTINGS
 

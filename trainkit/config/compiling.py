@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainkit.config.settings import Settings
 
-__all__ = ["Compilation", "TorchDynamoPlugin", "compilation_of", "known_backend", "refuse_compiled"]
+__all__ = ["Compilation", "TorchDynamoPlugin", "backend_name", "compilation_of", "refuse_compiled"]
 
 
 _OURS = ("regional", "modules")
@@ -87,15 +87,15 @@ class Compilation:
         if regional not in (True, False, None):
             raise ConfigurationError(f"{source}: expected True or False for regional, not {regional!r}: {{'regional': True}}")
         if isinstance(options.get("backend"), str):
-            options["backend"] = known_backend(options["backend"], source)
+            options["backend"] = backend_name(options["backend"], source)
         return None if options.get("disable") else cls(options, regional, modules, source)
 
     def __str__(self) -> str:
         options = {"backend": "inductor", **self.options}
-        return ", ".join(f"{name} {_named(value)}" for name, value in options.items())
+        return ", ".join(f"{name} {_name_of(value)}" for name, value in options.items())
 
 
-def known_backend(backend: Any, source: str | None = None) -> str:
+def backend_name(backend: Any, source: str | None = None) -> str:
     """The name of a backend of `torch.compile`; a `ConfigurationError` if torch does not know it.
 
     Args:
@@ -132,7 +132,7 @@ def _reason(strategy: Strategy) -> str:
     return "whose hooks and tensors do not support compiled code. Remove it, or use strategy='ddp'."
 
 
-def _named(value: Any) -> str:
+def _name_of(value: Any) -> str:
     return (
         value
         if isinstance(value, str)
@@ -213,7 +213,7 @@ def compilation_of(backend: Any, plugin: Any, settings: Settings) -> Compilation
     chosen = getattr(chosen, "value", chosen)
     if disabled or str(chosen).lower() == "no":
         return None
-    options["backend"] = chosen if callable(chosen) else known_backend(chosen)
+    options["backend"] = chosen if callable(chosen) else backend_name(chosen)
     if options.get("mode") == "default":
         del options["mode"]
     return Compilation(options, regional, source=f"dynamo_backend={chosen!r}")

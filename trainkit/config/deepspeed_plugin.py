@@ -90,7 +90,7 @@ class DeepSpeedPlugin:
         config = _read(self.hf_ds_config) if given else {}
         for name, keys in _KEYS.items():
             self._put(config, name, keys)
-        if given and _found(config, _KEYS["zero_stage"]) is None:
+        if given and _value_at(config, _KEYS["zero_stage"]) is None:
             raise ConfigurationError(
                 'DeepSpeedPlugin(hf_ds_config=): {"zero_optimization": {"stage": 1, 2 or 3}} is missing. Add it; or, to train '
                 "without ZeRO, remove the plugin: several processes then use DDP."
@@ -109,7 +109,7 @@ class DeepSpeedPlugin:
             )
         self.deepspeed_config: dict[str, Any] = config
         for name, keys in _KEYS.items():
-            setattr(self, name, _found(config, keys))
+            setattr(self, name, _value_at(config, keys))
         self.offload_optimizer_device = self.offload_optimizer_device or "none"
         self.offload_param_device = self.offload_param_device or "none"
         self.zero3_save_16bit_model = self.zero3_save_16bit_model is True
@@ -188,7 +188,7 @@ class DeepSpeedPlugin:
         """Write an argument into the configuration, which must not have a different value for it."""
         value = getattr(self, name)
         if value is None or (
-            value in (False, "none") and name.endswith(("_device", "_path", "_model")) and not _found(config, keys)
+            value in (False, "none") and name.endswith(("_device", "_path", "_model")) and not _value_at(config, keys)
         ):
             return
         section = config
@@ -228,7 +228,7 @@ def _read(given: Any) -> dict[str, Any]:
     return content
 
 
-def _found(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+def _value_at(config: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     """The value at a path in the configuration; `None` if there is none."""
     value: Any = config
     for key in keys:

@@ -381,7 +381,7 @@ def wrap_of_policy(policy: Any, argument: str) -> Any:
     function = policy.func if isinstance(policy, functools.partial) else policy
     options = dict(policy.keywords) if isinstance(policy, functools.partial) else {}
     if function is wrap.transformer_auto_wrap_policy:
-        return _listed(options["transformer_layer_cls"]) if options.get("transformer_layer_cls") else None
+        return _sorted_classes(options["transformer_layer_cls"]) if options.get("transformer_layer_cls") else None
     if function is wrap.size_based_auto_wrap_policy:
         more = sorted(options.keys() - {"min_num_params"})
         if more:
@@ -396,7 +396,7 @@ def wrap_of_policy(policy: Any, argument: str) -> Any:
             f"function: {argument.rstrip('=')}=functools.partial(lambda_auto_wrap_policy, lambda_fn=...)"
         )
     if isinstance(policy, set | frozenset | list | tuple):
-        return _listed(policy)
+        return _sorted_classes(policy)
     if isinstance(policy, type) or not callable(policy):
         raise ConfigurationError(
             f"{argument}{policy!r}: expected 'transformer_based_wrap', 'size_based_wrap', 'no_wrap', or a policy of "
@@ -405,7 +405,7 @@ def wrap_of_policy(policy: Any, argument: str) -> Any:
     return _by_function(policy)
 
 
-def _listed(classes: Any) -> list[Any]:
+def _sorted_classes(classes: Any) -> list[Any]:
     """Classes in an order that is equal on all ranks, which that of a set is not."""
     return sorted(classes, key=lambda one: getattr(one, "__qualname__", str(one)))
 

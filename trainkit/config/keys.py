@@ -33,7 +33,7 @@ __all__ = [
     "UNUSED_IN_SECTIONS",
     "Key",
     "check_unused",
-    "checked",
+    "convert_value",
     "is_off",
 ]
 
@@ -273,7 +273,7 @@ SECTIONS: dict[str, dict[str, Key]] = {
 """The sections of the file."""
 
 
-def checked(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:
+def convert_value(name: str, value: Any, table: Mapping[str, Key], label: str) -> Any:
     """The value of a key, converted.
 
     Args:

@@ -118,7 +118,7 @@ class Settings:
     def attribute_errors(self, *names: str) -> Iterator[None]:
         """In this context an error names these keys as its cause, instead of arguments that the user did not write."""
         values = ((name, self.get(name)) for name in names)
-        written = ", ".join(f"{name}: {_written(value)}" for name, value in values if value is not None)
+        written = ", ".join(f"{name}: {_yaml_text(value)}" for name, value in values if value is not None)
         try:
             yield
         except ConfigurationError as error:
@@ -175,7 +175,7 @@ class Settings:
         return plugin
 
 
-def _written(value: Any) -> str:
+def _yaml_text(value: Any) -> str:
     """The value in YAML."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -21,7 +21,7 @@ from trainkit.config.keys import (
     UNUSED_IN_SECTIONS,
     Key,
     check_unused,
-    checked,
+    convert_value,
     is_off,
 )
 from trainkit.config.settings import Settings
@@ -29,7 +29,7 @@ from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.registry import find_info_by_section
 
-__all__ = ["checked_settings", "default_file", "read_settings", "write_settings"]
+__all__ = ["check_settings", "default_file", "read_settings", "write_settings"]
 
 
 _OLD = {"fp16": "mixed_precision: fp16"}
@@ -139,7 +139,7 @@ def _values(
             known = [*table, *unused, *(() if where else SECTIONS)]
             raise UnknownNameError(f"{source}: {where}unknown key {name!r}.{nearest(name, known)}")
         elif value is not None and (table[name].none or str(value).strip().lower() not in _NONE):
-            found[name] = checked(name, value, table, f"{source}: {where}{name}")
+            found[name] = convert_value(name, value, table, f"{source}: {where}{name}")
     if off:
         notice(f"these keys of {source} are unknown and have no effect: {', '.join(off)}.")
     return found
@@ -180,7 +180,7 @@ def _content_of(settings: Settings) -> dict[str, Any]:
     return dict(sorted(content.items()))
 
 
-def checked_settings(settings: Settings) -> Settings:
+def check_settings(settings: Settings) -> Settings:
     """The settings of a run, without the values `auto` and `no`, which mean that a key is not set.
 
     Raises:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checks import is_number, whole_number
-from trainkit.config.keys import KEYS, checked
+from trainkit.config.keys import KEYS, convert_value
 from trainkit.config.settings import VARIABLE, Settings, carry, inherited_settings
 from trainkit.console import echo
 from trainkit.distributed.failure import summary
@@ -99,7 +99,7 @@ def notebook_launcher(
         raise ConfigurationError(f"{_NAME}: the first argument must be the function itself, not {function!r}: {_NAME}(train)")
     if not isinstance(args, tuple | list):
         raise ConfigurationError(f"{_NAME}: args must be a tuple of arguments, such as args=(model,), not {args!r}.")
-    mixed_precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
+    mixed_precision = convert_value("mixed_precision", mixed_precision, KEYS, "mixed_precision")
     num_processes = whole_number(num_processes, f"{_NAME}(num_processes=)", 1, optional=True)
     max_restarts = whole_number(max_restarts, f"{_NAME}(max_restarts=)")
     nodes = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.config.keys import KEYS, checked
+from trainkit.config.keys import KEYS, convert_value
 from trainkit.config.settings import Settings
 from trainkit.config.settings_file import default_file, write_settings
 from trainkit.console import notice
@@ -33,7 +33,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
         ConfigurationError: The precision is another one, or the file cannot be written.
     """
     path = default_file() if save_location is None else Path(save_location)
-    precision = checked("mixed_precision", mixed_precision, KEYS, "mixed_precision")
+    precision = convert_value("mixed_precision", mixed_precision, KEYS, "mixed_precision")
     if path.exists():
         notice(f"{path} exists and was not changed. Remove it, pass another save_location, or run: trainkit config")
         return False

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from helpers.runs.command_lines import command_line
 
-from trainkit.cli.for_scripts.argument_parser import reported
+from trainkit.cli.for_scripts.argument_parser import report_errors
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError
 
 SHORT = ("--trainer.accelerator=cpu", "--trainer.max_epochs=1", "--trainer.enable_progress_bar=false")
@@ -75,13 +75,13 @@ class Refusing:
 
 def test_other_errors_stay() -> None:
     for error in (CheckpointNotFoundError("a"), ValueError("b"), OSError("c")):
-        with pytest.raises(type(error), match=str(error)), reported(Refusing(), ConfigurationError):
+        with pytest.raises(type(error), match=str(error)), report_errors(Refusing(), ConfigurationError):
             raise error
 
 
 def test_one_of_several_processes_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(SystemExit), reported(Refusing(), ConfigurationError):
+    with pytest.raises(SystemExit), report_errors(Refusing(), ConfigurationError):
         raise ConfigurationError("x")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigurationError), reported(Refusing(), ConfigurationError):
+    with pytest.raises(ConfigurationError), report_errors(Refusing(), ConfigurationError):
         raise ConfigurationError("x")

@@ -272,7 +272,7 @@ def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
     config = own.get("config")
     tensors = dict(module.tensors)
     # transformers ties the tensors that the class names; other tied tensors are written once for each name
-    tied = _tied_by_class(config) if module.aliases else {}
+    tied = _ties_of_class(config) if module.aliases else {}
     for alias, stored in module.aliases.items():
         if alias not in tied or tied[alias] != tied.get(stored):
             tensors[alias] = module.tensors[stored]
@@ -280,7 +280,7 @@ def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
     return {"": ExportFolder(tensors, attachments={name: _json(c) for name, c in files.items() if isinstance(c, Mapping)})}
 
 
-def _tied_by_class(config: Any) -> dict[str, int]:
+def _ties_of_class(config: Any) -> dict[str, int]:
     """The parameters of a model of this configuration; those that `transformers` ties have the same number.
 
     Empty if `transformers` is not installed or does not have the class. Tied tensors are then written once for each name.

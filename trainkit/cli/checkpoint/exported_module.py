@@ -61,7 +61,7 @@ def read_module(checkpoint: Checkpoint, attribute: str | None) -> ExportedModule
     loaded = checkpoint.read({stem, "state"}, unregistered=True)
     tensors = loaded.tensors.get(stem, {})
     aliases = aliases_of(checkpoint, stem, tensors)
-    trained, configs = _trained_and_configs(loaded.state, stem)
+    trained, configs = _split_adapters(loaded.state, stem)
     names = [*tensors, *aliases, *trained]
     if path and not any(name.startswith(f"{path}.") for name in names):
         raise UnknownNameError(_unknown(str(attribute), path, names, configs))
@@ -116,7 +116,7 @@ def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:
     return "model", attribute or ""
 
 
-def _trained_and_configs(state: Mapping[str, Any], stem: str) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+def _split_adapters(state: Mapping[str, Any], stem: str) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
     """The trained parameters of a model and its configurations by path, as the state names them."""
     models, number = state.get("models"), int(stem.partition("_")[2] or 0)
     about = models[number] if isinstance(models, list) and number < len(models) else {}

@@ -24,7 +24,7 @@ from torch.optim import Optimizer, lr_scheduler
 from trainkit.checkpoint.commit import check_target, commit
 from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.staging import staging
-from trainkit.cli.checkpoint.read_foreign import MALFORMED, Foreign, malformed, read_foreign
+from trainkit.cli.checkpoint.read_foreign import MALFORMED, Foreign, malformed_error, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, TrainkitError
@@ -35,19 +35,19 @@ from trainkit.state.parts import Captured, Parts, about, capture
 from trainkit.state.scheduler import capture_scheduler
 from trainkit.strategy import Strategy
 
-__all__ = ["converted", "import_checkpoint", "run"]
+__all__ = ["convert_state", "import_checkpoint", "run"]
 
 
 def run(args: argparse.Namespace) -> int:
     """Import the checkpoint; print what was converted, what was not, and how to use it."""
     names = None if args.names is None else Path(args.names).read_text(encoding="utf-8").split()
-    with _ended_by_exceptions():
+    with _raise_on_signals():
         foreign, taken = import_checkpoint(
             args.old, args.new, prefix=args.prefix, names=names, optimizer=args.optimizer, scheduler=args.scheduler
         )
     tensors = [tensor for own in taken.tensors.values() for tensor in own.values()]
     print_lines(f"Wrote {args.new}: a checkpoint of {foreign.program}, {bytes_text(sum(t.nbytes for t in tensors))}")
-    print_lines(*(f"  {line}" for line in _imported(foreign, taken)))
+    print_lines(*(f"  {line}" for line in _summary(foreign, taken)))
     print_lines(*(f"  not imported: {text}" for text in foreign.omitted))
     print_lines(*(f"  note: {text}" for text in foreign.notes))
     print_lines(f"Use it: {_use(foreign, taken, args.new)}")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _ended_by_exceptions() -> Iterator[None]:
+def _raise_on_signals() -> Iterator[None]:
     """In this context SIGTERM and SIGHUP raise a `SystemExit`, so that what was written so far is removed."""
 
     def end(number: int, frame: object) -> NoReturn:
@@ -111,30 +111,30 @@ def import_checkpoint(
         source = Path(os.path.abspath(old))
         foreign = read_foreign(source, Path(scratch))
         try:
-            taken, content = _converted(foreign, prefix, names, optimizer, scheduler)
+            taken, content = _convert(foreign, prefix, names, optimizer, scheduler)
         except TrainkitError:
             raise
         except MALFORMED as error:
-            raise malformed(source, error) from error
+            raise malformed_error(source, error) from error
         commit(Draft(content), target)
     staging.finish()
     return foreign, taken
 
 
-def _converted(
+def _convert(
     foreign: Foreign, prefix: str, names: list[str] | None, optimizer: str | None, scheduler: str | None
 ) -> tuple[Captured, Content]:
     """What the new checkpoint captures, and all its content; arguments as for `import_checkpoint`."""
-    foreign.models = [{_renamed(name, prefix): t for name, t in tensors.items()} for tensors in foreign.models]
+    foreign.models = [{_name_in_checkpoint(name, prefix): t for name, t in tensors.items()} for tensors in foreign.models]
     for group in (group for state in foreign.optimizers for group in state["param_groups"] if "param_names" in group):
-        group["param_names"] = [_renamed(name, prefix) for name in group["param_names"]]
+        group["param_names"] = [_name_in_checkpoint(name, prefix) for name in group["param_names"]]
     known = set(foreign.models[0])
-    order = None if names is None else [name if name in known else _renamed(name, prefix) for name in names]
-    taken = converted(foreign, order, optimizer, scheduler)
+    order = None if names is None else [name if name in known else _name_in_checkpoint(name, prefix) for name in names]
+    taken = convert_state(foreign, order, optimizer, scheduler)
     return taken, _content(foreign, taken)
 
 
-def _renamed(name: str, prefix: str) -> str:
+def _name_in_checkpoint(name: str, prefix: str) -> str:
     """The name in the new checkpoint: without what `torch.compile` adds."""
     return prefix + name.replace("_orig_mod.", "")
 
@@ -197,7 +197,7 @@ def _run_state(foreign: Foreign, position: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _imported(foreign: Foreign, taken: Captured) -> list[str]:
+def _summary(foreign: Foreign, taken: Captured) -> list[str]:
     lines = [f"weights: {counted(len(tensors), 'tensor')}" for tensors in foreign.models]
     for described in taken.state["optimizers"]:
         lines.append(f"optimizer: {described['class']}, {counted(len(described['state']), 'parameter')}")
@@ -247,7 +247,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _NAMES_CODE = "open('names.txt', 'w').write('\\n'.join(name for name, _ in model.named_parameters()))"
 
 
-def converted(foreign: Foreign, names: Sequence[str] | None, optimizer: str | None, scheduler: str | None) -> Captured:
+def convert_state(foreign: Foreign, names: Sequence[str] | None, optimizer: str | None, scheduler: str | None) -> Captured:
     """What a checkpoint stores of models, optimizers, schedulers and the scaler. What is not converted is added to `omitted`.
 
     Args:
@@ -336,7 +336,7 @@ def _order(foreign: Foreign, state: Mapping[str, Any], names: Sequence[str] | No
     model, groups = foreign.models[0], state["param_groups"]
     saved = [name for group in groups for name in group.get("param_names") or ()]
     sizes = [len(group["params"]) for group in groups]
-    given = saved or _given(foreign, names, sum(sizes))
+    given = saved or _parameter_names(foreign, names, sum(sizes))
     orders = _orders(given, model, sizes, split=foreign.splits_groups and not saved)
     fitting = [order for number, order in enumerate(orders) if order not in orders[:number] and _fits(order, model, state)]
     if not fitting:
@@ -353,7 +353,7 @@ def _order(foreign: Foreign, state: Mapping[str, Any], names: Sequence[str] | No
     return fitting[0]
 
 
-def _given(foreign: Foreign, names: Sequence[str] | None, count: int) -> list[str]:
+def _parameter_names(foreign: Foreign, names: Sequence[str] | None, count: int) -> list[str]:
     """The names of `count` parameters: the user's, or those of the state dict."""
     model = foreign.models[0]
     if names is None and not foreign.ordered:
@@ -415,7 +415,7 @@ def _optimizer_class(kind: str | None, state: Mapping[str, Any]) -> Any:
         _UnclearError: None has, or several have.
     """
     if kind is not None:
-        return _named_class(torch.optim, kind, Optimizer, "--optimizer")
+        return _find_class(torch.optim, kind, Optimizer, "--optimizer")
     options = set(state["param_groups"][0]).difference(_OF_SCHEDULERS)
     fitting = []
     for name in sorted(vars(torch.optim)):
@@ -433,7 +433,7 @@ def _optimizer_class(kind: str | None, state: Mapping[str, Any]) -> Any:
     raise _UnclearError(f"its class {f'may be {known}' if fitting else 'is unknown'}. Name it: --optimizer AdamW")
 
 
-def _named_class(module: Any, name: str, base: type, option: str) -> Any:
+def _find_class(module: Any, name: str, base: type, option: str) -> Any:
     made = getattr(module, name, None)
     if not (isinstance(made, type) and issubclass(made, base)):
         raise ConfigurationError(f"{option} {name}: {module.__name__} has no such class. For example: {option} AdamW")

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON. A damaged checkpoint is listed with its problem."""
     found = checkpoints_at(folder := local_path(args.folder, "FOLDER"))
     if args.json:
-        print(as_json([_described(one) for one in found]))
+        print(as_json([_describe(one) for one in found]))
     elif not found:
         print_lines(f"{args.folder} contains no checkpoints.")
     else:
@@ -77,7 +77,7 @@ def _row(one: ListedCheckpoint, name: str) -> tuple[str, ...]:
     return (name, *about, metrics, state)
 
 
-def _described(one: ListedCheckpoint) -> dict[str, Any]:
+def _describe(one: ListedCheckpoint) -> dict[str, Any]:
     about = {} if one.manifest is None else about_manifest(one.manifest)
     return {"name": one.path.name, "path": str(one.path), "problem": one.problem, **about}
 

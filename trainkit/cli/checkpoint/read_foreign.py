@@ -18,7 +18,7 @@ from trainkit.errors import CheckpointNotFoundError, ConfigurationError, Corrupt
 from trainkit.state.single_file import load, read_tensors
 from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
 
-__all__ = ["MALFORMED", "Foreign", "malformed", "read_foreign"]
+__all__ = ["MALFORMED", "Foreign", "malformed_error", "read_foreign"]
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, OSError)
 """What a file causes that does not have the form of its program; a `RecursionError` is a `RuntimeError`."""
@@ -90,10 +90,10 @@ def read_foreign(path: Path, scratch: Path) -> Foreign:
     except TrainkitError:
         raise
     except MALFORMED as error:
-        raise malformed(path, error) from error
+        raise malformed_error(path, error) from error
 
 
-def malformed(path: Path, error: Exception) -> CorruptCheckpointError:
+def malformed_error(path: Path, error: Exception) -> CorruptCheckpointError:
     """The error for a file that does not have the form of its program."""
     return CorruptCheckpointError(
         f"{path} is malformed: {type(error).__name__}: {error!s:.200}. Expected what the program writes whose format it has. "

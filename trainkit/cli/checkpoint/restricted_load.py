@@ -110,7 +110,7 @@ def _reason(text: str, source: str) -> str:
     if names:
         called = f"it calls {', '.join(names[:5])} when pickle loads it, which was not done"
         return f"the file tries to run code: {called}. Do not load it with pickle or torch.load(weights_only=False)"
-    return _shortened(text)
+    return _shorten(text)
 
 
 def _names_in(source: str) -> list[str]:
@@ -135,7 +135,7 @@ def _is_call(name: str) -> bool:
     return module.partition(".")[0] in sys.stdlib_module_names and not isinstance(known, type) and name not in _HARMLESS
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     """The line of torch's long messages that says what is wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     told = (line for line in lines if line.startswith(("WeightsUnpickler error", "Trying to load unsupported", "Unsupported")))

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     headers = _headers(checkpoint)
     state = checkpoint.read({"state"}, unregistered=True).state
     if args.json:
-        print(as_json(_described(checkpoint, headers, state, args)))
+        print(as_json(_describe(checkpoint, headers, state, args)))
         return 0
     print_lines(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
     print_lines("", *_parts(headers), *_optimizers(state))
@@ -77,7 +77,7 @@ def _headers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorHeader]]:
     return {stem: own for stem, own in found.items() if own or stem != "state"}
 
 
-def _described(checkpoint: Checkpoint, headers: _Headers, state: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+def _describe(checkpoint: Checkpoint, headers: _Headers, state: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     value: dict[str, Any] = {"path": str(checkpoint.path), **about_manifest(checkpoint.manifest)}
     value["parts"] = {stem: _count(own) for stem, own in headers.items()}
     value["groups"] = [

@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = train(size, args.seed, root, args.max_steps)
     except KeyboardInterrupt:
-        folder = _unfinished(root, size, args.seed, args.max_steps or size.max_steps)
+        folder = _unfinished_folder(root, size, args.seed, args.max_steps or size.max_steps)
         saved = f"To continue, run the same command again; to start over, first remove {folder}."
         raise KeyboardInterrupt(f"stopped. {saved if _has_checkpoints(folder) else 'Nothing was saved yet.'}") from None
     report(result, time.monotonic() - start)
@@ -130,7 +130,7 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     data.setup("fit")
     model = ByteGPT(width=size.width, depth=size.depth, heads=size.heads, context=size.context)
     stopping = load_callback("early_stopping")(monitor="val_loss", patience=3)
-    csv, unfinished = CSVLogger(), _unfinished(root, size, seed, max_steps)
+    csv, unfinished = CSVLogger(), _unfinished_folder(root, size, seed, max_steps)
     saving = load_callback("model_checkpoint")(dirpath=unfinished, every_n_train_steps=max(max_steps // size.checks, 1))
     trainer = Trainer(
         max_steps=max_steps,
@@ -174,7 +174,7 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     return result
 
 
-def _unfinished(root: Path, size: Size, seed: int, max_steps: int) -> Path:
+def _unfinished_folder(root: Path, size: Size, seed: int, max_steps: int) -> Path:
     """The folder of the checkpoints of an incomplete run with these arguments."""
     return root / "unfinished" / f"width-{size.width}-steps-{max_steps}-seed-{seed}"
 
@@ -205,7 +205,7 @@ def report(result: Result, seconds: float) -> None:
     difference = result.bigram - result.val_loss
     verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
     folder = result.log_dir
-    print(f"\nWhat it writes after {PROMPT.decode()!r}:\n\n{_indented(result.sample)}\n")
+    print(f"\nWhat it writes after {PROMPT.decode()!r}:\n\n{_indent(result.sample)}\n")
     print(f"{counted(result.steps, 'optimizer step')} in {seconds:.0f} s in total{early}.")
     print(f"Validation loss     {result.val_loss:.3f} bits per byte, {verdict}")
     print(f"  bigram baseline   {result.bigram:.3f} on the same bytes")
@@ -228,7 +228,7 @@ def _python() -> str:
     return shlex.quote(str(this.relative_to(Path.cwd()) if this.is_relative_to(Path.cwd()) else this))
 
 
-def _indented(sample: bytes) -> str:
+def _indent(sample: bytes) -> str:
     """The sample as printable text."""
     text = sample.decode("utf-8", "replace")
     text = "".join(c if c == "\n" or c.isprintable() else "?" for c in text.expandtabs(4))

@@ -49,7 +49,7 @@ __all__ = [
     "masked_keys",
     "needs_secrets",
     "readable",
-    "reported",
+    "report_errors",
     "with_class_path",
     "without_classes",
 ]
@@ -354,7 +354,7 @@ class _Parser(Protocol):
 
 
 @contextmanager
-def reported(parser: _Parser, kind: type[TrainkitError]) -> Iterator[None]:
+def report_errors(parser: _Parser, kind: type[TrainkitError]) -> Iterator[None]:
     """Report a wrong value that only creating an object or starting a run shows, as the parser reports others.
 
     One of several processes raises it, so that the report names its rank. `JSONARGPARSE_DEBUG=1` shows the traceback.
@@ -498,7 +498,7 @@ MASK = "***masked***"  # not HIDDEN alone, which may be a value of the program
 
 def mask_config(config: Namespace) -> Any:
     """A copy of a configuration in which texts that may be secrets are masked. Numbers stay: `eot_token=50256` is no secret."""
-    return _masked("", config)
+    return _mask("", config)
 
 
 def masked_keys(config: Namespace) -> list[str]:
@@ -515,15 +515,15 @@ def needs_secrets(keys: list[str]) -> str:
     )
 
 
-def _masked(key: str, value: Any) -> Any:
+def _mask(key: str, value: Any) -> Any:
     if isinstance(value, Namespace):
         copy = value.clone()
-        vars(copy).update({name: _masked(f"{key}.{name}", item) for name, item in vars(value).items()})
+        vars(copy).update({name: _mask(f"{key}.{name}", item) for name, item in vars(value).items()})
         return copy
     if isinstance(value, dict):
-        return {name: _masked(f"{key}.{name}", item) for name, item in value.items()}
+        return {name: _mask(f"{key}.{name}", item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(key, item) for item in value]
+        return [_mask(key, item) for item in value]
     if not isinstance(value, str | os.PathLike) or key.endswith(".class_path"):
         return value
     text = str(value)

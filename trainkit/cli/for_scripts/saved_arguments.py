@@ -42,7 +42,7 @@ from trainkit.module.trusted import Trust
 from trainkit.paths import local_path
 from trainkit.trainer.find_checkpoint import WORDS
 
-__all__ = ["SavedArguments", "Sorted", "checkpoint_defaults", "imported", "module_from_config", "sort_for"]
+__all__ = ["SavedArguments", "Sorted", "checkpoint_defaults", "import_object", "module_from_config", "sort_for"]
 
 
 _NUMBERS = (type(None), bool, int, float)
@@ -187,7 +187,7 @@ class SavedArguments:
         """The configuration of an object, if its class is that of the default or is trusted."""
         path = value["class_path"]
         if isinstance(default, dict) and default.get("class_path") == path:
-            return self._spec(value, imported(path), path)
+            return self._spec(value, import_object(path), path)
         found = self._trust.find(path)
         return _REFUSED if found is None else self._spec(value, found, _path_of(found))
 
@@ -213,7 +213,7 @@ def sort_for(kind: Any, saved: Mapping[Any, Any], trust: Trust) -> Sorted:
     return SavedArguments(parser, trust).sort("it", saved)
 
 
-def imported(path: str) -> Any:
+def import_object(path: str) -> Any:
     """The object with a path of the program's own; `None` if it does not exist."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name, None)
@@ -424,7 +424,7 @@ def _own_class(kind: Any, given: str, name: str) -> Any:
         return None
     if "." in given:
         try:
-            return imported(given)
+            return import_object(given)
         except ImportError:
             return None
     kinds = [kind]
@@ -482,7 +482,7 @@ def module_from_config(
     parser.add_class_arguments(kind, "module", fail_untyped=False)
     given = SavedArguments(parser, trust).sort("module", {name: one for name, one in saved.items() if name not in overrides})
     if given.refused:
-        raise _refused_arguments(kind, given.refused, source)
+        raise _refusal(kind, given.refused, source)
     # jsonargparse knows no names for **kwargs that __init__ keeps: `dict_kwargs` of a configuration file
     keeps = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values())
     known = {action.dest.split(".")[1] for action in parser._actions if action.dest.startswith("module.")}
@@ -513,7 +513,7 @@ def _do_not_require(parser: ArgumentParser, names: Container[str]) -> None:
             action.required = False
 
 
-def _refused_arguments(kind: type, refused: Mapping[str, Any], source: str) -> CheckpointError:
+def _refusal(kind: type, refused: Mapping[str, Any], source: str) -> CheckpointError:
     """An error for arguments whose saved values name classes, functions or objects."""
     names = list(dict.fromkeys(path.partition(".")[0] for path in refused))
     saved = ", ".join(f"{path} ({value!r:.100})" for path, value in refused.items())

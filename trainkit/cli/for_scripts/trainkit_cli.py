@@ -31,7 +31,7 @@ from trainkit.cli.for_scripts.argument_parser import (
     mask_config,
     masked_keys,
     needs_secrets,
-    reported,
+    report_errors,
     with_class_path,
 )
 from trainkit.cli.for_scripts.saved_arguments import checkpoint_defaults
@@ -414,7 +414,7 @@ class TrainkitCLI:
         parse: Any = parser.parse_args if isinstance(given, Sequence) else parser.parse_object
         if isinstance(given, Sequence) and given and given[0] in self._subcommand_parsers:
             subparser = self._subcommand_parsers[given[0]]
-            with reported(subparser, ConfigurationError):
+            with report_errors(subparser, ConfigurationError):
                 checkpoint_defaults(subparser, given, self.model_class or TrainModule, self.subclass_mode_model)
             parser.required_by_checkpoint = subparser.required_by_checkpoint
         self.config = parse(given)
@@ -450,12 +450,12 @@ class TrainkitCLI:
             of_model.as_instantiator(self.model_class or TrainModule, self.subclass_mode_model),
             of_data.as_instantiator(self.datamodule_class or DataModule, self.subclass_mode_data),
         ]
-        with reported(self._parser(), ConfigurationError):
+        with report_errors(self._parser(), ConfigurationError):
             self.config_init = self.parser.instantiate(self.config, instantiators=contexts)
         self.datamodule: DataModule | None = self._get(self.config_init, "data")
         self.model: TrainModule = self._get(self.config_init, "model")
         self._define_configure_optimizers()
-        with reported(self._parser(), ConfigurationError):
+        with report_errors(self._parser(), ConfigurationError):
             self.trainer = self.instantiate_trainer()
 
     def after_instantiate_classes(self) -> None:
@@ -470,12 +470,12 @@ class TrainkitCLI:
         arguments = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         parser = self._parser()
         callbacks: list[Callback] = [self._get(self.config_init, key) for key in parser.callback_keys]
-        callbacks += _listed(self.trainer_defaults.get("callbacks"))
+        callbacks += _as_list(self.trainer_defaults.get("callbacks"))
         if self.save_config_callback is not None and not arguments.get("fast_dev_run", False):
             config = self.config if self.subcommand is None else self.config[self.subcommand]
             callbacks.append(self.save_config_callback(parser, config, **self.save_config_kwargs))
         if "callbacks" in arguments:
-            arguments["callbacks"] = [*_listed(arguments["callbacks"]), *callbacks]
+            arguments["callbacks"] = [*_as_list(arguments["callbacks"]), *callbacks]
         elif callbacks:
             warn(f"{self.trainer_class.__qualname__} has no argument callbacks, so these are not used: {callbacks}.")
         return self.trainer_class(**arguments)
@@ -556,7 +556,7 @@ class TrainkitCLI:
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
         try:
-            with reported(self._parser(), CheckpointNotFoundError):  # --ckpt_path
+            with report_errors(self._parser(), CheckpointNotFoundError):  # --ckpt_path
                 getattr(self, name, getattr(self.trainer, name))(model=self.model, **arguments)
         except KeyboardInterrupt as interrupt:
             if "ckpt_path='auto'" in str(interrupt):  # which is Python
@@ -589,6 +589,6 @@ def _only_optimizer(configured: Any, name: str) -> Optimizer:
     return found[0]
 
 
-def _listed(callbacks: Any) -> list[Any]:
+def _as_list(callbacks: Any) -> list[Any]:
     listed = [] if callbacks is None else list(callbacks) if isinstance(callbacks, list | tuple) else [callbacks]
     return [instantiate_class((), one) if isinstance(one, dict) else one for one in listed]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from trainkit.cli.logged_runs import MOST_DRAWN, labels_of, named, select, write_output
+from trainkit.cli.logged_runs import MOST_DRAWN, labels_of, metric_names, select, write_output
 from trainkit.errors import ConfigurationError, missing_package
 
 __all__ = ["add_arguments", "run"]
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.metrics:
         known = [name for one in runs for name in one.metrics]
         for one in runs:
-            one.metrics = select(one.metrics, named(args.metrics), known)
+            one.metrics = select(one.metrics, metric_names(args.metrics), known)
     write_output(out, page(runs).encode("utf-8", "backslashreplace"), "--out report.html")
     print(f"Wrote {out}")
     return 0

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainkit.cli.report.html import CHART, COLORS, DASHES
-from trainkit.cli.report.run_data import RunData, RunStart, saved_time
+from trainkit.cli.report.run_data import RunData, RunStart, save_time
 from trainkit.loggers.metrics_reader import Series
 
-__all__ = ["Key", "bokeh_script", "embed", "interrupted", "metric_chart", "styles_of", "time_chart", "timed"]
+__all__ = ["Key", "bokeh_script", "embed", "interrupted_starts", "metric_chart", "runs_over_time", "styles_of", "time_chart"]
 
 Key = tuple[str, str]
 """(label of a run, name of a metric)."""
@@ -40,7 +40,7 @@ def styles_of(keys: Sequence[Key], runs: Sequence[RunData]) -> dict[Key, Style]:
     return {key: Style(COLORS[labels.index(key[0])], DASHES[names.index(key[1]) % len(DASHES)]) for key in keys}
 
 
-def thinned(points: Series, most: int) -> tuple[Any, Any]:
+def thin(points: Series, most: int) -> tuple[Any, Any]:
     """Steps and values as arrays; for a long series only the lowest value, the highest value and one gap of each interval."""
     steps = np.array([step for step, _ in points], dtype=np.float64)
     values = np.array([value for _, value in points], dtype=np.float64)
@@ -80,7 +80,7 @@ def metric_chart(series: Mapping[Key, Series], styles: Mapping[Key, Style], shar
     chart = _figure(shared, "step", [("", "$name"), ("step", "@x{0,0}"), ("value", "@y{%.6g}")], {"@y": "printf"})
     chart.xaxis.formatter = NumeralTickFormatter(format="0,0")
     for (label, name), points in series.items():
-        x, y = thinned(points, most)
+        x, y = thin(points, most)
         style = styles[label, name]
         shown = f"{label}: {name}" if several else name
         # A line does not show a point between two gaps, but a marker does.
@@ -120,7 +120,7 @@ def _figure(x_range: Any, x_label: str, tooltips: list[tuple[str, str]], formatt
     return chart
 
 
-def timed(runs: Sequence[RunData]) -> list[RunData]:
+def runs_over_time(runs: Sequence[RunData]) -> list[RunData]:
     """The runs to draw over time: those whose start is known, or a single run with at least two checkpoints."""
     return [run for run in runs if run.starts or (len(runs) == 1 and len(_checkpoint_times(run)) > 1)]
 
@@ -129,7 +129,7 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
     """The step over time: the time of day for one run, the time since the start of each run for several."""
     from bokeh.models import NumeralTickFormatter
 
-    known = timed(runs)
+    known = runs_over_time(runs)
     if one := len(runs) == 1:
         scale, unit = 1e-3, "UTC"  # milliseconds since 1970
         chart = _figure(shared_range(), "time (UTC)", _tooltips("@x{%F %T} UTC"), {"@x": "datetime"})
@@ -140,13 +140,13 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
     for run in known:
         origin = 0.0 if one else min(_times(run))
         for start in run.starts:
-            points = _thinned_times(start.points)
+            points = _thin_times(start.points)
             x = [(time - origin) / scale for time, _ in points]
             chart.line(x, [step for _, step in points], name=run.label, line_color=colors[run.label], line_width=1.8)
         marked = {
             "diamond": _checkpoint_times(run),
             "triangle": [start.points[0] for start in run.starts[1:]],
-            "x": [start.points[-1] for start in interrupted(run)],
+            "x": [start.points[-1] for start in interrupted_starts(run)],
         }
         for marker, found in marked.items():
             x = [(time - origin) / scale for time, _ in found]
@@ -157,7 +157,7 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
     return chart
 
 
-def interrupted(run: RunData) -> list[RunStart]:
+def interrupted_starts(run: RunData) -> list[RunStart]:
     """The recorded starts of a run that did not reach the end of training; not the last one if it may be running."""
     return [
         start for start in run.starts if start.facts and not start.finished and (start.ended or start is not run.starts[-1])
@@ -187,10 +187,10 @@ def _times(run: RunData) -> list[float]:
 
 def _checkpoint_times(run: RunData) -> list[tuple[float, int]]:
     manifests = [one.manifest for one in run.checkpoints if one.manifest is not None]
-    return [(time, one.step) for one in manifests if math.isfinite(time := saved_time(one))]
+    return [(time, one.step) for one in manifests if math.isfinite(time := save_time(one))]
 
 
-def _thinned_times(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+def _thin_times(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
     every = max(1, len(points) // _MOST)
     return [*points[::every], points[-1]]
 

@@ -54,7 +54,7 @@ def page(runs: Sequence[RunData]) -> str:
         for group, series in panels.items():
             styles = charts.styles_of(list(series), runs)
             drawn[f"{kind}/{group}"] = charts.metric_chart(series, styles, shared, most, len(runs) > 1)
-    if charts.timed(runs):
+    if charts.runs_over_time(runs):
         drawn["time"] = charts.time_chart(runs, colors)
     script, elements = charts.embed(drawn)
 
@@ -138,7 +138,7 @@ def _time(runs: Sequence[RunData], colors: dict[str, str], elements: dict[str, s
         keys.append("<span>line: step</span>")
     if any(len(run.starts) > 1 for run in runs):
         keys.append("<span>▲ resumed</span>")
-    if any(charts.interrupted(run) for run in runs):
+    if any(charts.interrupted_starts(run) for run in runs):
         keys.append("<span>✕ interrupted; for a killed process, its last record</span>")
     if len(runs) == 1 and len(runs[0].starts) > 1:
         keys.append(f"<span>gray: no {'record' if runs[0].recorded else 'events in the log'}</span>")
@@ -192,12 +192,12 @@ def _block(run: RunData, newest: str) -> list[str]:
         parts.append(_text("The run was not started by a command line that can be run again (a notebook, python -c, a test)."))
     elif given in ("auto", "last"):
         what = f"The last start passed ckpt_path={given!r} to fit, so the same command continues from the newest checkpoint"
-        return [*parts, _text(f"{what}{_launched(start)}:"), command, _text("Or from this checkpoint:"), call]
+        return [*parts, _text(f"{what}{_launch_advice(start)}:"), command, _text("Or from this checkpoint:"), call]
     else:
         passed = "passed no ckpt_path" if given is None else f"passed ckpt_path={str(given)!r}"
         does = "begins a new run" if given is None else "resumes from there, not from the newest checkpoint"
         what = f"The last start {passed} to fit, so this command {does}, unless you change the script as below"
-        parts += [_text(f"{what}{_launched(start)}:"), command]
+        parts += [_text(f"{what}{_launch_advice(start)}:"), command]
     script = "In the script, with the same module and data, pass ckpt_path='auto' for the newest checkpoint, or this one:"
     return [*parts, _text(script), call]
 
@@ -215,7 +215,7 @@ def _shell(arguments: Sequence[str]) -> str:
     return " ".join(element("span", safe(shlex.quote(argument)), css="argument") for argument in arguments)
 
 
-def _launched(start: Mapping[str, Any]) -> str:
+def _launch_advice(start: Mapping[str, Any]) -> str:
     """How to start the processes, if the command line is that of one of several."""
     launcher, count = str(start.get("launcher", "")), start.get("processes")
     if launcher in _DIRECT:

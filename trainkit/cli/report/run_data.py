@@ -24,7 +24,7 @@ from trainkit.loggers.run_files import yaml_in
 from trainkit.loggers.starts_file import STARTS, RecordedStart, read_starts
 from trainkit.masking import mask_value
 
-__all__ = ["KINDS", "RunData", "RunStart", "kind_of", "read_run", "report_folders", "saved_time", "starts_of"]
+__all__ = ["KINDS", "RunData", "RunStart", "kind_of", "read_run", "report_folders", "save_time", "starts_of"]
 
 
 _MOST_STARTS = 100  # on a page, since charts of many are slow
@@ -199,13 +199,13 @@ def starts_of(folder: Path, home: Path, manifests: Sequence[Manifest], last_step
         manifests: Those of its checkpoints.
         last_step: The highest step of metrics and checkpoints.
     """
-    logged = _logged(folder)
+    logged = _logged_points(folder)
     recorded = sorted(read_starts(home), key=lambda one: one.time)
     if not recorded:
         return _climbing(logged)
     run_id = recorded[-1].start.get("run_id")  # the folder may also have been used for other runs
     recorded = [one for one in recorded if one.start.get("run_id") == run_id]
-    saved = [(saved_time(one), one.step) for one in manifests if one.run_id == run_id]
+    saved = [(save_time(one), one.step) for one in manifests if one.run_id == run_id]
     saved += [(one.resumed_saved_at, one.step) for one in recorded if one.resumed_saved_at is not None]
     return [
         _start(one, following, _points_in(logged, one, following, first=number == 0) + saved, last_step)
@@ -244,7 +244,7 @@ def _points_in(logged: Sequence[_Points], one: RecordedStart, following: Recorde
     return [(max(time, one.time), step) for file in logged if begin <= file[0][0] < end for time, step in file]
 
 
-def _logged(folder: Path) -> list[_Points]:
+def _logged_points(folder: Path) -> list[_Points]:
     """The times and steps in each event file, in the order in which the files were opened."""
     files = [event_times(folder / name) for name in event_files(folder) if "/" not in name]  # "/": written by add_scalars
     return sorted(filter(None, ([(time, step) for time, step in file if 0 < time < _LATEST] for file in files)))
@@ -262,7 +262,7 @@ def _climbing(logged: Sequence[_Points]) -> list[RunStart]:
     return starts
 
 
-def saved_time(manifest: Manifest) -> float:
+def save_time(manifest: Manifest) -> float:
     """When a checkpoint was saved, in seconds since 1970; NaN if the manifest has no valid time."""
     try:
         return datetime.fromisoformat(manifest.saved_at.replace("Z", "+00:00")).timestamp()

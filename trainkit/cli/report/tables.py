@@ -9,7 +9,7 @@ from trainkit.checkpoint.folder import ListedCheckpoint
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.cli.checkpoint.text import bytes_text, contents_text, on_one_line
 from trainkit.cli.report.html import data, duration, number, safe, table, time_text
-from trainkit.cli.report.run_data import KINDS, RunData, RunStart, kind_of, saved_time
+from trainkit.cli.report.run_data import KINDS, RunData, RunStart, kind_of, save_time
 from trainkit.loggers.metrics_reader import Series
 
 __all__ = [
@@ -148,7 +148,7 @@ def _checkpoint_row(one: ListedCheckpoint, names: Sequence[str], damaged: bool) 
     last = _cell(problem) if damaged else ""
     if about is None:
         return f"<tr><th class='nowrap'>{safe(one.path.name)}</th>{'<td></td>' * (5 + len(names))}{last}</tr>"
-    saved = saved_time(about)
+    saved = save_time(about)
     cells = [_number_cell(number(about.step)), _number_cell(number(about.epoch))]
     cells += [_cell(time_text(saved) if math.isfinite(saved) else "", True), _number_cell(bytes_text(_size(one)))]
     cells.append(_cell(safe(contents_text(about)) + (", not finite" if about.finite is False else "")))
@@ -163,14 +163,14 @@ def _size(one: ListedCheckpoint) -> int:
 def hparams_table(runs: Sequence[RunData]) -> str:
     """One row for each hyper-parameter; rows in which runs differ are marked and come first."""
     values = {name: [_text(run.hparams, name) for run in runs] for run in runs for name in run.hparams}
-    return _compared("hyper-parameter", values, runs)
+    return _comparison("hyper-parameter", values, runs)
 
 
 def _text(values: Mapping[str, object], name: str) -> str:
     return str(values[name]) if name in values else ""
 
 
-def _compared(what: str, values: Mapping[str, Sequence[str]], runs: Sequence[RunData]) -> str:
+def _comparison(what: str, values: Mapping[str, Sequence[str]], runs: Sequence[RunData]) -> str:
     if not values:
         return ""
     header = [what, *([run.label for run in runs] if len(runs) > 1 else ["value"])]
@@ -190,15 +190,15 @@ def environment_table(runs: Sequence[RunData]) -> str:
     described = [_environment(run) for run in runs]
     names = list(dict.fromkeys(name for one in described for name in one))
     what = "of all starts" if any(run.recorded for run in runs) else "newest checkpoint"
-    return _compared(what, {name: [one.get(name, "") for one in described] for name in names}, runs)
+    return _comparison(what, {name: [one.get(name, "") for one in described] for name in names}, runs)
 
 
 def _environment(run: RunData) -> dict[str, str]:
-    started, saved = _started(run.recorded), _checkpointed(run.manifest)
+    started, saved = _start_values(run.recorded), _checkpoint_values(run.manifest)
     return {**started, **{name: value for name, value in saved.items() if name not in started}}
 
 
-def _checkpointed(manifest: Manifest | None) -> dict[str, str]:
+def _checkpoint_values(manifest: Manifest | None) -> dict[str, str]:
     if manifest is None:
         return {}
     module = manifest.contents.get("module")
@@ -216,7 +216,7 @@ def _checkpointed(manifest: Manifest | None) -> dict[str, str]:
 _RECORDED = ("trainkit", "torch", "python", "host", "device", "processes", "strategy", "precision")
 
 
-def _started(starts: Sequence[Mapping[str, object]]) -> dict[str, str]:
+def _start_values(starts: Sequence[Mapping[str, object]]) -> dict[str, str]:
     """What was recorded at the starts; a value that changed has all its values."""
     found = {name: list(dict.fromkeys(str(start[name]) for start in starts if name in start)) for name in _RECORDED}
     return {name: ", then ".join(values) for name, values in found.items() if values}
