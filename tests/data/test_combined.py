@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainkit import CombinedLoader
-from trainkit.data.combined import MODES, CombinedStream
-from trainkit.data.sampling import CYCLE
-from trainkit.data.stream import open_stream
+from trainkit.data.combined import MODES
+from trainkit.data.order import CYCLE
+from trainkit.data.stream import CombinedStream, open_stream
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError
 from trainkit.rng import Stage
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from trainkit import CombinedLoader
-from trainkit.data.combined import MODES, CombinedStream
+from trainkit.data.combined import MODES
+from trainkit.data.stream import CombinedStream
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.rng import Stage

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchdata import nodes
 
 from trainkit import Accelerator, CombinedLoader, TrainModule, set_seed
-from trainkit.data.loader_collections import iterates_itself
+from trainkit.data.combined import iterates_itself
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
 

@@ -247,9 +247,9 @@ def test_a_batch_that_cannot_be_sent() -> None:
 BEGIN = f"""
 from torch.utils.data import DataLoader
 from trainkit import Accelerator
-from trainkit.data import worker_signals
+from trainkit.data import loader_workers
 
-worker_signals._GRACE_PERIOD = {int(VAIN)}  # a worker that is asked to end by SIGTERM would take that long
+loader_workers._GRACE_PERIOD = {int(VAIN)}  # a worker that is asked to end by SIGTERM would take that long
 
 def prepared(**options):
     return Accelerator(cpu=True).prepare(DataLoader(range(32), 4, num_workers=2, **{{"persistent_workers": True, **options}}))

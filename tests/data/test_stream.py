@@ -13,7 +13,8 @@ from helpers.data.samples import CPU, Drawing, collate_and_draw, draw, ids, same
 from torch import Tensor
 from torch.utils.data import DataLoader, WeightedRandomSampler, get_worker_info
 
-from trainkit.data.sampling import CYCLE, KeyedDataset
+from trainkit.data.keyed_sampler import KeyedDataset
+from trainkit.data.order import CYCLE
 from trainkit.data.stream import LoaderStream, Stream, open_stream
 from trainkit.errors import DataError
 from trainkit.rng import Stage

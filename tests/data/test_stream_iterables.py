@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainkit.console import TrainkitWarning
-from trainkit.data.sampling import CYCLE
+from trainkit.data.order import CYCLE
 from trainkit.data.stream import IterableStream, Stream, open_stream
 from trainkit.errors import DataError, EmptyLoaderError
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators

@@ -26,7 +26,7 @@ from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.staging import staging
-from trainkit.data.assembling import BatchPadding
+from trainkit.data.batches import BatchPadding
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import CollectiveError, ProcessFailedError
 from trainkit.module.activation_checkpointing import CheckpointedModules

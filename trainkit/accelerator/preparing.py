@@ -17,10 +17,10 @@ from trainkit.accelerator.options import Options
 from trainkit.accelerator.reading import Reading, prepared_as_loader
 from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
 from trainkit.console import counted, with_article
-from trainkit.data.assembling import BatchPadding
+from trainkit.data.batches import BatchPadding
+from trainkit.data.combined import batch_size_of
+from trainkit.data.keyed_sampler import split_batches
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.sources import batch_size_of
-from trainkit.data.splitting import split_batches
 from trainkit.distributed.watchdog import Watchdog
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations

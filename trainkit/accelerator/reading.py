@@ -14,9 +14,7 @@ from torch.utils.data import DataLoader
 from trainkit.accelerator.accumulation import AccumulationState, CallWindow, Place, Snapshot
 from trainkit.accelerator.skipping import SkippedLoader
 from trainkit.console import warn, with_article
-from trainkit.data.combined import CombinedLoader
-from trainkit.data.loader_collections import is_plain_list
-from trainkit.data.sources import batch_size_of
+from trainkit.data.combined import CombinedLoader, batch_size_of, is_plain_list
 from trainkit.errors import ConfigurationError
 from trainkit.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.nested import batch_size, copied
@@ -85,7 +83,7 @@ class Reading:
         self._opened: WeakKeyDictionary[PreparedLoader, Place] = WeakKeyDictionary()  # where each was read last
 
     def open_window(self) -> int:
-        """See `trainkit.data.position.Reader`."""
+        """See `trainkit.data.loader.Reader`."""
         return self._accumulation.open
 
     def read(self, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
@@ -102,7 +100,7 @@ class Reading:
         return self._batches(loader, micro_batches)
 
     def completed(self, loader: PreparedLoader) -> int:
-        """See `trainkit.data.position.Reader`."""
+        """See `trainkit.data.loader.Reader`."""
         mark, state = self._marks.get(loader), self._accumulation
         if mark is None:
             return loader.given

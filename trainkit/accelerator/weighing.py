@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.data.window import checked_weight
+from trainkit.data.windows import checked_weight
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.micro_batch import MicroBatchKind

@@ -1,29 +1,137 @@
-"""Combines several loaders: a batch has the form of their collection, or the loaders are read one after another."""
+"""What can be read as a loader, collections of loaders, and `CombinedLoader`, which reads several as one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
-import torch
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
 
-from trainkit.data.loader_collections import filled, is_loader, loaders_in, parts_of_batch
-from trainkit.data.sampling import CYCLE, length_of
-from trainkit.data.sharding import StreamSharder
-from trainkit.data.state_history import StateHistory, notice_unsaved
-from trainkit.data.stream import Stream, open_stream
-from trainkit.distributed.world import World
+from trainkit.console import warn
 from trainkit.errors import DataError, EmptyLoaderError, UnknownNameError, nearest
-from trainkit.nested import batch_size
-from trainkit.rng import Stage
+from trainkit.nested import batch_size, rebuild
 
-__all__ = ["MODES", "CombinedLoader", "CombinedStream"]
+__all__ = [
+    "MODES",
+    "NO_BATCH_IN_LOADER",
+    "CombinedLoader",
+    "as_passed",
+    "batch_size_of",
+    "begins_again",
+    "end_of",
+    "evaluation_sources",
+    "filled",
+    "is_collection",
+    "is_loader",
+    "is_plain_list",
+    "iterates_itself",
+    "length_of",
+    "loaders_in",
+    "parts_of_batch",
+    "resamples",
+    "restartable",
+    "training_source",
+]
+
+_AS_DATALOADER = ("torchdata",)  # packages whose DataLoader iterates as torch's does, and is resumed without its own state
+
+
+def iterates_itself(loader: Any) -> bool:
+    """Whether a `DataLoader` is of a class that overrides `__iter__`: a copy with other samplers might not follow them."""
+    owner = next(kind for kind in type(loader).__mro__ if "__iter__" in vars(kind))
+    return owner is not DataLoader and owner.__module__.partition(".")[0] not in _AS_DATALOADER
+
+
+def is_plain_list(item: Any) -> bool:
+    """Whether it is a list or tuple that is iterated as one; a class derived from them may load its items one by one."""
+    own = (type(item).__iter__, type(item).__len__) if isinstance(item, list | tuple) else None
+    return own in ((list.__iter__, list.__len__), (tuple.__iter__, tuple.__len__))
+
+
+def resamples(source: Any) -> bool:
+    """Whether a `webdataset` stream draws its shards with replacement: such a stream repeats samples on purpose."""
+    stages = getattr(getattr(source, "dataset", source), "pipeline", None)
+    return isinstance(stages, list) and any(type(each).__name__.startswith("Resampled") or resamples(each) for each in stages)
+
+
+def begins_again(item: Any) -> bool:
+    """Whether it is of `torchdata.nodes`, whose `Loader` has a state and begins again in each iteration nevertheless."""
+    return any(kind.__module__.startswith("torchdata.nodes") for kind in type(item).__mro__)
+
+
+def restartable(iterator: Any) -> str:
+    """What to pass instead of an iterator, so that each epoch can begin again."""
+    if begins_again(iterator):
+        return "torchdata.nodes.Loader(node), which begins again and has a state"
+    return "an object whose __iter__ starts again (a list, a DataLoader, a class with __iter__)"
+
+
+def length_of(source: Any, quiet: bool = False) -> int | None:
+    """What `len()` returns for a loader, a dataset or a sampler; `None` if it has no length. `quiet`: without a warning."""
+    try:
+        return len(source)
+    except (TypeError, NotImplementedError):
+        return None
+    except Exception as error:  # a __len__ that raises must not look like one that is missing
+        if not quiet:
+            warn(f"len() of {type(source).__name__} failed ({error!r}); treating its length as unknown.")
+        return None
+
+
+def is_loader(item: Any) -> bool:
+    """Whether an item of a list is a loader, not a batch."""
+    if isinstance(item, DataLoader):
+        return True
+    if callable(getattr(item, "to", None)):  # a batch of a custom class, which may be iterable
+        return False
+    return isinstance(item, Iterable) and not isinstance(item, Tensor | np.ndarray | list | tuple | Mapping | str | bytes)
+
+
+def is_collection(item: Any) -> bool:
+    """Whether it is a dict, list or tuple of loaders and collections only; otherwise its items are batches."""
+    if not (isinstance(item, Mapping) or is_plain_list(item)):
+        return False
+    items = list(item.values()) if isinstance(item, Mapping) else item
+    return bool(items) and all(is_loader(each) or is_collection(each) for each in items)
+
+
+def loaders_in(collection: Any) -> Iterator[Any]:
+    """The loaders of a dict, list or tuple, in order; or the one loader that it is."""
+    if is_loader(collection):
+        yield collection
+        return
+    for item in collection.values() if isinstance(collection, Mapping) else collection:
+        if is_collection(item):
+            yield from loaders_in(item)
+        else:
+            yield item
+
+
+def filled(collection: Any, values: Iterator[Any]) -> Any:
+    """The collection with the next value in the place of each loader."""
+    if is_loader(collection):
+        return next(values)
+    return rebuild(collection, lambda item: filled(item, values) if is_collection(item) else next(values))
+
+
+def parts_of_batch(collection: Any, batch: Any) -> Iterator[Any]:
+    """The batches in a batch that `filled` built."""
+    if is_loader(collection):
+        yield batch
+        return
+    for key in collection if isinstance(collection, Mapping) else range(len(collection)):
+        if is_collection(collection[key]):
+            yield from parts_of_batch(collection[key], batch[key])
+        else:
+            yield batch[key]
+
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 _END = object()
-_ONE_PROCESS = World()
-_NO_BATCH = "a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset."
+NO_BATCH_IN_LOADER = "a loader inside a CombinedLoader has no batch. Remove it, or fill its dataset."
 
 
 class CombinedLoader:
@@ -106,7 +214,7 @@ class CombinedLoader:
         rows: Iterator[Any] = _restarting(parts)
         if self.mode != "max_size_cycle":
             rows = zip(*parts) if self.mode == "min_size" else zip_longest(*parts)  # noqa: B905 - ends with the shortest
-        for index, batches in enumerate(islice(rows, _end_of(self.mode, lengths))):
+        for index, batches in enumerate(islice(rows, end_of(self.mode, lengths))):
             yield self.assemble(list(batches)), index, 0
 
     def __len__(self) -> int:
@@ -126,7 +234,7 @@ class _Bounded:
         return islice(self._loader, self._length)
 
 
-def _end_of(mode: str, lengths: Sequence[int | None]) -> int | None:
+def end_of(mode: str, lengths: Sequence[int | None]) -> int | None:
     """The largest number of batches of several loaders in one mode, each with its stated length; `None` if unknown."""
     known = [length for length in lengths if length is not None]
     if mode == "min_size":
@@ -149,7 +257,7 @@ def _restarting(loaders: Sequence[Any]) -> Iterator[list[Any]]:
                 iterators[place] = iter(loaders[place])
                 batches[place] = next(iterators[place], _END)
                 if batches[place] is _END:
-                    raise EmptyLoaderError(_NO_BATCH)
+                    raise EmptyLoaderError(NO_BATCH_IN_LOADER)
         yield batches
 
 
@@ -160,262 +268,69 @@ def _no_loaders(iterables: Any) -> DataError:
     )
 
 
-class CombinedStream:
-    """The stream of a `CombinedLoader`. The number of a loader is part of its random keys.
+def training_source(source: Any) -> Any:
+    """A training loader; a dict or list of loaders becomes a `CombinedLoader` that restarts shorter loaders."""
+    if isinstance(source, Mapping) or is_collection(source):
+        return CombinedLoader(source, "max_size_cycle")
+    if not isinstance(source, Iterable):
+        raise DataError(
+            f"train_dataloaders must be a DataLoader, an iterable of batches, or a dict or list of loaders, not "
+            f"{type(source).__name__}. For example: DataLoader(dataset, batch_size=32, shuffle=True)"
+        )
+    return source
 
-    Combined micro-batch m consists of the same batches on any number of processes.
+
+def evaluation_sources(source: Any) -> list[Any]:
+    """The loaders of an evaluation, one or several.
+
+    A list or dict is a collection of loaders if everything in it is one, however deep: a loader, or a list of numbers or
+    strings. Otherwise a list is one loader, whose items are its batches: `[(inputs, targets), …]`.
     """
-
-    def __init__(
-        self,
-        loader: CombinedLoader,
-        seed: int,
-        stage: Stage,
-        index: int,
-        device: torch.device,
-        sequential: bool,
-        world: World = _ONE_PROCESS,
-    ) -> None:
-        self._loader = loader
-        # the first loader has the same keys as without the others; the others have keys that no loader of the stage has
-        self._streams: list[Stream] = [
-            open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential, world)
-            for number, part in enumerate(loader.flattened)
-        ]
-        for sharder in (each for stream in self._streams for each in stream.sharders()):
-            sharder.compares_later = False
-        if stage is not Stage.TRAIN or sequential:
-            for history in (each for stream in self._streams for each in stream.histories()):
-                history.stop()
-        if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
-            raise EmptyLoaderError(_NO_BATCH)
-        self.samples: int | None = None  # of several datasets
-        self.counted = 0
-
-    @property
-    def splits(self) -> bool:
-        """See `trainkit.data.stream.Stream`."""
-        return any(stream.splits for stream in self._streams)
-
-    def sharders(self) -> list[StreamSharder]:
-        """None: the processes read other numbers of rows of a loader. Its first batches are compared nevertheless."""
+    if source is None:
         return []
+    if isinstance(source, CombinedLoader):
+        return source.flattened if source.mode == "sequential" else [source]
+    if isinstance(source, Mapping):
+        return [loader for part in source.values() for loader in _flattened(part) or [part]]
+    if is_plain_list(source):
+        flat = _flattened(source)
+        return [source] if flat is None else flat
+    return [source]
 
-    def resume(self, splits: bool, epoch: int, limited: bool) -> None:
-        """See `trainkit.data.stream.Stream`: each stream finds out by itself whether it splits."""
-        all_read = self._loader.mode in ("max_size", "sequential") and not limited
-        for history in (each for stream in self._streams for each in stream.histories()):
-            if epoch and history.continues and not all_read:
-                notice_unsaved(history.name, "which a checkpoint does not contain inside a CombinedLoader")
 
-    def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
-        """See `trainkit.data.stream.Stream`."""
+def _flattened(source: Any) -> list[Any] | None:
+    """The loaders in nested lists and dicts of loaders, or `None` if one of the items is not a loader.
 
-    def histories(self) -> list[StateHistory]:
-        """None: batch m is not batch m of each loader, so a loader that cannot start in the middle is skipped through."""
-        return []
+    As in Lightning, a list that contains only numbers and strings is a loader. Only plain lists are read.
+    """
+    if not (isinstance(source, Mapping) or is_plain_list(source)):
+        return [source] if is_loader(source) else None
+    items = list(source.values()) if isinstance(source, Mapping) else list(source)
+    if items and all(isinstance(item, int | float | str) for item in items):
+        return [source]
+    parts = [_flattened(item) for item in items]
+    return None if None in parts else [loader for part in parts if part for loader in part]
 
-    @property
-    def length(self) -> int | None:
-        """See `trainkit.data.stream.Stream`."""
-        lengths = [stream.length for stream in self._streams]
-        return None if None in lengths else _end_of(self._loader.mode, lengths)
 
-    @property
-    def exact(self) -> bool:
-        """See `trainkit.data.stream.Stream`."""
-        return all(stream.exact for stream in self._streams)
+def as_passed(sources: list[Any]) -> Any:
+    """The loader, or the collection of loaders, in the form of `CombinedLoader.iterables`; `None` if there is none."""
+    source = sources[0] if len(sources) == 1 else sources or None
+    return source.iterables if isinstance(source, CombinedLoader) else source
 
-    def measure(self, epoch: int) -> bool:
-        """See `trainkit.data.stream.Stream`."""
-        changed = [stream.measure(epoch) for stream in self._streams]
-        return any(changed)
 
-    @property
-    def sizes(self) -> tuple[int, int] | None:
-        """Only if every micro-batch of every loader is full; otherwise the samples are counted when a batch is fetched."""
-        sizes = [stream.sizes for stream in self._streams]
-        if self._loader.mode == "max_size" and len(sizes) > 1:
+def batch_size_of(source: Any) -> int | None:
+    """Number of samples of a micro-batch of a loader; `None` if it has no batch size."""
+    if isinstance(source, CombinedLoader):
+        sizes = [batch_size_of(part) for part in source.flattened]
+        known = [size for size in sizes if size is not None]
+        if len(known) < len(sizes):
             return None
-        if any(size is None or size[0] != size[1] for size in sizes):
+        if source.mode == "max_size":
             return None
-        full = [size[0] for size in sizes if size is not None]
-        if self._loader.mode == "sequential":
-            return (full[0], full[0]) if len(set(full)) == 1 else None
-        return sum(full), sum(full)
-
-    def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """See `trainkit.data.stream.Stream`."""
-        mode = self._loader.mode
-        if step > 1:
-            self._prime(epoch, start, limit, turn, step)
-        # lengths are known only now, if each process has its own part of a stream
-        ends = [end for end in (limit, _end_of(mode, [stream.length for stream in self._streams])) if end is not None]
-        end = min(ends, default=None)
-        if end is not None and start + turn >= end:
-            return iter(())
-        batches: Iterator[Any]
-        if mode in ("min_size", "max_size"):
-            batches = self._side_by_side(epoch, start, end, turn, step)
-        elif mode == "max_size_cycle":
-            cycle = _Cycle if step == 1 else _ShardedCycle
-            batches = self._until_all_wrapped([cycle(stream, epoch, start + turn, step, end) for stream in self._streams])
-        elif step == 1:
-            batches = self._sequential(epoch, start, end)
-        else:
-            batches = self._sharded_sequential(epoch, start + turn, end, step)
-        return batches if end is None else islice(batches, len(range(start + turn, end, step)))
-
-    def _prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
-        """Run the collectives of all streams now: later each process would reach them at a different moment, or never."""
-        lengths = [stream.length for stream in self._streams] if self._loader.mode == "min_size" else []
-        end = min((each for each in (limit, *lengths) if each is not None), default=None)
-        for stream in self._streams:
-            stream.prime(epoch, 0 if self._loader.mode == "sequential" else start, end, turn, step)
-
-    def spare(self, epoch: int) -> Any:
-        """See `trainkit.data.stream.Stream`."""
-        return next(self.batches(epoch, 0, 1), None) if self.exact else None
-
-    def _side_by_side(self, epoch: int, start: int, end: int | None, turn: int, step: int) -> Iterator[Any]:
-        iterators = [iter(stream.batches(epoch, start, end, turn, step)) for stream in self._streams]
-        shortest = self._loader.mode == "min_size"
-        for batches in zip(*iterators) if shortest else zip_longest(*iterators):  # noqa: B905
-            yield self._loader.assemble(list(batches))
-
-    def _sequential(self, epoch: int, start: int, end: int | None) -> Iterator[Any]:
-        before = 0  # batches of the loaders before
-        for stream in self._streams:
-            limit = None if end is None else end - before
-            if limit is not None and limit <= 0:
-                return
-            if stream.length is None or not stream.exact:  # only reading it shows where it ends
-                for number, batch in enumerate(stream.batches(epoch, 0, limit), before):
-                    before = number + 1
-                    if number >= start:
-                        yield batch
-                continue
-            if start < before + stream.length:
-                yield from stream.batches(epoch, max(0, start - before), limit)
-            before += stream.length
-
-    def _sharded_sequential(self, epoch: int, m: int, end: int | None, step: int) -> Iterator[Any]:
-        before = 0
-        for stream in self._streams:
-            length = stream.length if stream.exact else None
-            if length is None or m < before + length:
-                for batch in stream.batches(epoch, m - before, None if end is None else end - before, 0, step):
-                    yield batch
-                    m += step
-            if end is not None and m >= end:
-                return
-            before += stream.counted if length is None else length
-
-    def _until_all_wrapped(self, cycles: Sequence[_Cycle | _ShardedCycle]) -> Iterator[Any]:
-        while True:
-            before = [cycle.wrapped for cycle in cycles]  # these are only read if another loader still has batches
-            batches = [_END if wrapped else cycle.next() for wrapped, cycle in zip(before, cycles, strict=True)]
-            if all(cycle.wrapped for cycle in cycles):
-                return
-            asked = zip(before, batches, cycles, strict=True)
-            batches = [cycle.next() if wrapped else batch for wrapped, batch, cycle in asked]
-            pairs = zip(batches, cycles, strict=True)
-            yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
-
-    def close(self) -> None:
-        """End the workers of every loader."""
-        for stream in self._streams:
-            stream.close()
-
-
-class _Cycle:
-    """A stream that restarts when it ends."""
-
-    def __init__(self, stream: Stream, epoch: int, start: int, step: int, end: int | None) -> None:
-        self._stream, self._epoch, self._end = stream, epoch, end
-        self._number, rest = divmod(start, stream.length) if stream.exact and stream.length else (0, 0)
-        self._m = start if stream.exact else 0  # of all batches, not only those of this cycle
-        self.wrapped = self._number > 0
-        self._batches = self._open(rest)
-        if not stream.exact:  # the end of a cycle is only known after reading it
-            for _ in range(start):
-                if self.next() is _END:
-                    self.again()
-
-    def _open(self, place: int) -> Iterator[Any]:
-        limit = None if self._end is None else place + self._end - self._m
-        return iter(self._stream.batches(self._epoch + self._number * CYCLE, place, limit))
-
-    def next(self) -> Any:
-        """The next batch, or `_END` at the end of a cycle."""
-        batch = next(self._batches, _END)
-        self.wrapped = self.wrapped or batch is _END
-        self._m += batch is not _END
-        return batch
-
-    def again(self) -> Any:
-        """The first batch of the next cycle."""
-        self._number += 1
-        self._batches = self._open(0)
-        batch = next(self._batches, _END)
-        if batch is _END:
-            raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
-        self._m += 1
-        return batch
-
-
-class _ShardedCycle:
-    """The batches m, m + step, … of a stream that restarts when it ends."""
-
-    def __init__(self, stream: Stream, epoch: int, m: int, step: int, end: int | None) -> None:
-        self._stream, self._epoch, self._step = stream, epoch, step
-        self._left = None if end is None else end - m  # places of all batches, from the next one on
-        self._number, self._m = 0, m  # the next batch: its cycle, and its place in it
-        self._batches: Iterator[Any] | None = None
-        self.wrapped = False
-        if stream.exact and stream.length:
-            self._wrap(stream.length)
-        else:
-            self._open()
-
-    def _open(self) -> None:
-        limit = None if self._left is None else self._m + self._left
-        self._batches = iter(self._stream.batches(self._epoch + self._number * CYCLE, self._m, limit, 0, self._step))
-
-    def _wrap(self, length: int) -> None:
-        """Advance to the cycle that contains the next batch, if all cycles have the known length."""
-        cycles, self._m = divmod(self._m, length)
-        if cycles:
-            self._number, self._batches, self.wrapped = self._number + cycles, None, True
-
-    def next(self) -> Any:
-        """The next batch, or `_END` if `again` must return it."""
-        if self._stream.exact and self._stream.length:
-            self._wrap(self._stream.length)
-            if self._batches is None and not self.wrapped:
-                self._open()
-        batch = _END if self._batches is None else next(self._batches, _END)
-        if batch is _END:
-            self.wrapped = True
-        else:
-            self._advance()
-        return batch
-
-    def _advance(self) -> None:
-        self._m += self._step
-        if self._left is not None:
-            self._left -= self._step
-
-    def again(self) -> Any:
-        """The next batch, in a cycle that has not been opened yet."""
-        while True:
-            if self._batches is not None:  # it has ended: only its end shows where
-                if self._stream.counted == 0:
-                    raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
-                self._m, self._number = self._m - self._stream.counted, self._number + 1
-            self._open()
-            assert self._batches is not None
-            batch = next(self._batches, _END)
-            if batch is not _END:
-                self._advance()
-                return batch
+        if source.mode == "sequential":
+            return known[0] if len(set(known)) == 1 else None
+        return sum(known)
+    size = getattr(source, "batch_size", None)
+    if size is None:
+        size = getattr(getattr(source, "batch_sampler", None), "batch_size", None)
+    return size if isinstance(size, int) else None

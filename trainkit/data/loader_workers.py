@@ -22,13 +22,15 @@ from torch.utils.data._utils import signal_handling
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainkit.console import notice
-from trainkit.data.worker_signals import signals_held_back
 from trainkit.errors import DataError
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+import threading
+from contextlib import contextmanager
+from types import FrameType
 
-__all__ = ["end_workers", "started", "worker_failures"]
+__all__ = ["HANDLED", "end_workers", "explained", "ignore_group_signals", "signals_held_back", "started", "worker_failures"]
 
 _START_TIMEOUT = 5.0  # seconds in which a forked process must start; doubled at each try
 _TRIES = 5
@@ -112,6 +114,12 @@ def worker_failures() -> Iterator[None]:
         if reason is None:
             raise
         raise DataError(reason) from error
+
+
+def explained(batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches that workers fetch, with `worker_failures`."""
+    with worker_failures():
+        yield from batches
 
 
 def _reason(error: Exception) -> str | None:
@@ -236,3 +244,48 @@ if sys.platform != "win32":
             popen.wait()
             popen.close()
         return None
+
+
+HANDLED = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
+"""The signals that request a fit to stop."""
+
+_GRACE_PERIOD = 30  # seconds that a worker continues after SIGTERM
+
+
+def ignore_group_signals() -> None:
+    """In a worker process of a loader: ignore a signal to the whole process group, which the main process handles.
+
+    The main process still needs the worker's batches to finish its step, and then ends its workers. If it does not, SIGTERM
+    ends the worker after 30 seconds, and a second SIGTERM ends it immediately.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGTERM, _end_later)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # blocked by `signals_held_back`
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Block these signals. Workers that are started inside inherit that until they install handlers.
+
+    Otherwise a signal to the whole process group would end a worker that was forked a moment ago.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    for each in (number, signal.SIGALRM):
+        signal.signal(each, signal.SIG_DFL)
+    signal.alarm(_GRACE_PERIOD)

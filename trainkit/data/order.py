@@ -27,13 +27,16 @@ import numpy.typing as npt
 
 from trainkit.errors import ConfigurationError
 
-__all__ = ["HASH_SORT_LIMIT", "ORDER_VERSION", "Permutation"]
+__all__ = ["CYCLE", "HASH_SORT_LIMIT", "ORDER_VERSION", "Permutation", "user_epoch"]
 
 ORDER_VERSION = 1
 """Increased whenever the same key would give a different order."""
 
 HASH_SORT_LIMIT = 1 << 20
 """Number of samples from which the Feistel network is used. A change needs a new `ORDER_VERSION`."""
+
+CYCLE = 1 << 32
+"""Cycle c of a loader within epoch e is its epoch e + c·CYCLE: a different order, but the same one in every run."""
 
 _MAX_LENGTH = 1 << 62
 _BLOCK = 4096  # positions computed at a time: enough to hide numpy's cost per call, few enough for the L1 cache
@@ -238,3 +241,8 @@ def _integer(name: str, value: SupportsIndex) -> int:
         raise ConfigurationError(
             f"{name} expects an integer, got {value!r} of type {type(value).__name__}. Fix: {name}=int({name})."
         ) from None
+
+
+def user_epoch(epoch: int) -> int:
+    """The epoch to pass to the user's samplers and datasets, without the cycle."""
+    return epoch % CYCLE

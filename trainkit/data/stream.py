@@ -7,69 +7,82 @@ start at any micro-batch of any epoch. It yields the part of one process: all mi
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import islice
-from typing import Any, Protocol
+from itertools import islice, zip_longest
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit.console import notice
-from trainkit.data.loader_collections import is_plain_list, iterates_itself, resamples, restartable
-from trainkit.data.loader_workers import end_workers, started, worker_failures
-from trainkit.data.sampling import (
-    CYCLE,
-    KeyedBatches,
-    KeyedDataset,
-    KeyedSlots,
-    UserWorkerInit,
-    keyed_batches,
+from trainkit.data.combined import (
+    NO_BATCH_IN_LOADER,
+    CombinedLoader,
+    end_of,
+    is_plain_list,
+    iterates_itself,
     length_of,
-    user_epoch,
+    resamples,
+    restartable,
 )
-from trainkit.data.sharding import StreamSharder
-from trainkit.data.state_history import StateHistory, notice_unsaved
+from trainkit.data.keyed_sampler import KeyedBatches, KeyedDataset, SlotSampler, UserWorkerInit, keyed_batches, knows_processes
+from trainkit.data.loader_workers import end_workers, explained, started, worker_failures
+from trainkit.data.order import CYCLE, user_epoch
+from trainkit.data.stream_sharder import StateHistory, StreamSharder, notice_unsaved
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, EmptyLoaderError
-from trainkit.nested import batch_size
 from trainkit.rng import KeyStream, Purpose, Stage, mix, seed_generators
 
-__all__ = ["IterableStream", "LoaderStream", "Stream", "open_stream"]
+__all__ = ["CombinedStream", "IterableStream", "LoaderStream", "Stream", "open_stream"]
 
 _ONE_PROCESS = World()
+_END = object()
 
 
-class Stream(Protocol):
-    """What `trainkit.data.loader.PreparedLoader` reads from."""
+class Stream(ABC):
+    """What `trainkit.data.loader.PreparedLoader` reads from.
+
+    Attributes:
+        histories: the state histories of the iterables in it.
+        sharders: what shards the streams in it, to compare further what the processes read.
+    """
+
+    histories: list[StateHistory]
+    sharders: list[StreamSharder]
 
     @property
+    @abstractmethod
     def length(self) -> int | None:
         """Micro-batches of an epoch, over all processes; `None` if unknown."""
 
     @property
-    def sizes(self) -> tuple[int, int] | None:
-        """Samples of each micro-batch but the last, and of the last; `None` if unknown before fetching."""
-
-    @property
+    @abstractmethod
     def exact(self) -> bool:
         """Whether the length is certain; otherwise it is what the user's dataset or sampler states, and an upper bound."""
 
     @property
-    def samples(self) -> int | None:
-        """Number of samples of the dataset, if it has a length; the order depends on it."""
+    def sizes(self) -> tuple[int, int] | None:
+        """Samples of each micro-batch but the last, and of the last; `None` if unknown before fetching."""
+        return None
 
     @property
+    def samples(self) -> int | None:
+        """Number of samples of the dataset, if it has a length; the order depends on it."""
+        return None
+
+    @property
+    @abstractmethod
     def splits(self) -> bool:
         """Whether each process has its own part of the data and reads all of it."""
 
     @property
+    @abstractmethod
     def counted(self) -> int:
         """Number of micro-batches in the last epoch that several processes read to its end."""
 
-    def histories(self) -> list[StateHistory]:
-        """The state histories of the iterables in it."""
-
+    @abstractmethod
     def resume(self, splits: bool, epoch: int, limited: bool) -> None:
         """Prepare to continue from a checkpoint.
 
@@ -79,23 +92,47 @@ class Stream(Protocol):
             limited: a limit ends the epochs.
         """
 
+    @abstractmethod
     def measure(self, epoch: int) -> bool:
         """Read the lengths of the user's objects again, for an epoch that begins; returns whether one changed. Collective."""
 
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
         """Run now the collectives that come before reading an epoch from `start` on; arguments as of `batches`."""
+        return
 
+    @abstractmethod
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         """The micro-batches `start + turn`, `start + turn + step`, … (before `limit` and `length`) of an epoch, on the CPU."""
 
-    def sharders(self) -> list[StreamSharder]:
-        """What shards the streams in it, to compare further what the processes read."""
-
+    @abstractmethod
     def spare(self, epoch: int) -> Any:
         """A batch of the epoch for a process that has no data: the first one; `None` if the epoch is empty."""
 
     def close(self) -> None:
         """End the worker processes."""
+        return
+
+
+class _OneSource(Stream):
+    """A stream of one loader or iterable.
+
+    Attributes:
+        _shares: what decides which of its batches a process has.
+    """
+
+    _shares: KeyedBatches | StreamSharder
+
+    @property
+    def length(self) -> int | None:
+        return self._shares.length
+
+    @property
+    def splits(self) -> bool:
+        return self._shares.splits
+
+    @property
+    def counted(self) -> int:
+        return self._shares.counted
 
 
 def open_stream(
@@ -124,7 +161,7 @@ def open_stream(
     return IterableStream(source, seed, stage, world, continues=Stage.TRAIN.has_key(stage) and not sequential)
 
 
-class LoaderStream:
+class LoaderStream(_OneSource):
     """A shallow copy of a `DataLoader` with keyed samplers; everything else of it is kept."""
 
     def __init__(
@@ -140,13 +177,12 @@ class LoaderStream:
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
         changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
-        if (
-            device.type == "cuda" and loader.num_workers > 0
-        ):  # without workers, tensors may be on CUDA already and cannot be pinned
+        # Without workers, tensors may be on CUDA already and cannot be pinned.
+        if device.type == "cuda" and loader.num_workers > 0:
             changes["pin_memory"] = True
         if self._iterable:
             self._batches: KeyedBatches | None = None
-            self._slots = _Slots(loader.batch_size, seed, stage)
+            self._slots = SlotSampler(loader.batch_size, seed, stage)
             changes |= self._changes_for_iterable(loader)
         else:
             self._batches = keyed_batches(loader, seed, stage, sequential, world)
@@ -164,6 +200,8 @@ class LoaderStream:
         self._refills = False
         self._sharder = self._sharder_of(loader, world)
         self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
+        self._shares = self._sharder if self._batches is None else self._batches
+        self.sharders, self.histories = [self._sharder], [] if self._history is None else [self._history]
         # The state of a worker must not depend on earlier epochs: workers of a stream, or of a dataset with set_epoch
         # (called here, in the main process), are restarted in each epoch.
         self._fresh_workers = self._iterable or hasattr(loader.dataset, "set_epoch")
@@ -198,23 +236,15 @@ class LoaderStream:
 
     @property
     def sizes(self) -> tuple[int, int] | None:
-        """See `Stream`."""
         return None if self._batches is None else self._batches.sizes
 
     @property
     def exact(self) -> bool:
-        """See `Stream`."""
         return self._batches is not None and self._batches.exact
 
     @property
     def samples(self) -> int | None:
-        """See `Stream`."""
         return None if self._iterable else self._lengths[0]
-
-    @property
-    def length(self) -> int | None:
-        """See `Stream`."""
-        return self._sharder.length if self._batches is None else self._batches.length
 
     def _stated_lengths(self) -> tuple[int | None, int | None]:
         """Number of samples, and of batches or samples of an epoch, as the user's dataset and samplers state them now."""
@@ -223,14 +253,13 @@ class LoaderStream:
         return length_of(source.dataset, quiet=True), length_of(counts, quiet=True)
 
     def measure(self, epoch: int) -> bool:
-        """See `Stream`."""
         source = self._source
         owners: list[Any] = [source.dataset, source.sampler, source.batch_sampler]
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(user_epoch(epoch))
         lengths = self._stated_lengths()
-        if not _any_changed(self._world, lengths != self._lengths):
+        if not any(self._world.exchange(lengths != self._lengths)):
             return False
         self._lengths = lengths
         if self._batches is None:
@@ -243,36 +272,19 @@ class LoaderStream:
             self._loader._iterator = None
         return True
 
-    @property
-    def splits(self) -> bool:
-        """See `Stream`."""
-        return self._sharder.splits if self._batches is None else self._batches.splits
-
-    @property
-    def counted(self) -> int:
-        """See `Stream`."""
-        return self._sharder.counted if self._batches is None else self._batches.counted
-
-    def histories(self) -> list[StateHistory]:
-        """See `Stream`."""
-        return [] if self._history is None else [self._history]
-
     def resume(self, splits: bool, epoch: int, limited: bool) -> None:
-        """See `Stream`."""
         if self._batches is None:
             self._sharder.splits = splits
         elif self._batches.continues and epoch and limited:
             notice_unsaved(self._batches.name, "which a checkpoint does not contain")
 
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
-        """See `Stream`."""
         if self._iterable:
             if self._primed is not None:
                 end_workers(self._primed[0])
             self._primed = self._begin(epoch, start, limit, turn, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """See `Stream`."""
         if self._batches is not None:
             self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
             self._batches.turn, self._batches.step = turn, step
@@ -291,10 +303,6 @@ class LoaderStream:
             if not self._source.persistent_workers:
                 end_workers(iterator)
 
-    def sharders(self) -> list[StreamSharder]:
-        """See `Stream`."""
-        return [self._sharder]
-
     def _ended(self) -> bool:
         """Whether the epoch ends with the last batch that was read."""
         return self._sharder.ended or self._seen_end()
@@ -306,7 +314,6 @@ class LoaderStream:
         return bool(getattr(getattr(self._running, "_dataset_fetcher", None), "ended", False))
 
     def spare(self, epoch: int) -> Any:
-        """See `Stream`."""
         return self._sharder.padding if self._iterable else next(self.batches(epoch, 0, 1), None)
 
     def _begin(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> tuple[Any, Iterator[Any], int]:
@@ -329,12 +336,8 @@ class LoaderStream:
         # until the processes have compared the first batches, only as many as each one's own stream would need
         left = self._sharder.reads(first, limit, turn, step, splits=True)
         self._slots.begin(epoch, first, left if left is None or step == 1 else max(1, left))
-        iterator: Any = None
-        batches: Iterator[Any] = iter(())
-        if self._history.at_end:
-            self._running = None
-        else:
-            iterator, batches = self._opened(loader, epoch, first)
+        iterator, batches = (None, iter(())) if self._history.at_end else self._opened(loader, epoch, first)
+        self._running = iterator
         if self._history.active and self._sharder.sized and epoch > 0 == start:
             batches = _started_over(batches, lambda: self._opened(loader, epoch, first)[1])
         if step > 1:
@@ -354,26 +357,10 @@ class LoaderStream:
         if loader.num_workers > 0:
             if self._iterable:
                 self._slots.iterator = iterator
-            return iterator, _explained(self._refilled(iterator) if self._refills else iterator)
+            return iterator, explained(self._slots.refilled(iterator, self._source) if self._refills else iterator)
         if self._iterable and loader.batch_size is None:
             return iterator, _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
         return iterator, iterator
-
-    def _refilled(self, iterator: Any) -> Iterator[Any]:
-        """The batches of workers; where all that were asked for have come, but were short, more are asked for."""
-        size, stated = self._source.batch_size, length_of(self._source.dataset)
-        assert size is not None
-        assert stated is not None
-        samples = batches = 0
-        while True:
-            if batches == self._slots.left and samples < stated:
-                self._slots.allow(batches - (samples - stated) // size)
-            try:
-                batch = next(iterator)
-            except StopIteration:
-                return
-            samples, batches = samples + batch_size(batch), batches + 1
-            yield batch
 
     def close(self) -> None:
         """End the workers: persistent ones, and those of an epoch that an error interrupted."""
@@ -381,69 +368,14 @@ class LoaderStream:
         self._loader = self._running = self._primed = None
 
 
-class _Slots:
-    """A sampler for an iterable dataset, which only needs the number of samples in each batch; it may ask for fewer batches.
-
-    A worker whose part of the stream has ended answers none of the batches that it still is asked for. The others are asked
-    for as many more, while the loader's iterator runs.
-
-    Args:
-        size: samples in a batch; `None`: the dataset yields batches.
-        seed: of the run.
-        stage: of the keys.
-
-    Attributes:
-        left: number of batches to ask for; `None`: as many as there are.
-        iterator: the loader's, if it has workers.
-    """
-
-    def __init__(self, size: int | None, seed: int, stage: int) -> None:
-        self._size, self._seed, self._stage = size, seed, stage
-        self.begin(0, 0, None)
-
-    def begin(self, epoch: int, start: int, left: int | None) -> None:
-        """Begin an epoch at batch `start` of the stream that this process reads."""
-        self._keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
-        self._start, self.left = start, left
-        self.iterator: Any = None
-
-    def __iter__(self) -> Iterator[KeyedSlots | None]:
-        self._asked, self._lost, self._ended = 0, 0, set[int]()
-        return self
-
-    def __next__(self) -> KeyedSlots | None:
-        if self.left is not None and self._asked - self._unanswered() >= self.left:
-            raise StopIteration
-        m = self._start + self._asked
-        self._asked += 1
-        return None if self._size is None else KeyedSlots(self._keys(m), self._size)
-
-    def allow(self, left: int | None) -> None:
-        """Let workers that wait, because no more batches were needed, begin with those that now are."""
-        self.left, iterator = left, self.iterator
-        if iterator is not None:
-            for _ in range(iterator._prefetch_factor * iterator._num_workers - len(iterator._task_info)):
-                iterator._try_put_index()
-
-    def _unanswered(self) -> int:
-        """Number of batches that were asked for in vain."""
-        for worker, works in enumerate(getattr(self.iterator, "_workers_status", ())):
-            if not works and worker not in self._ended:  # asked right after it has ended
-                self._ended.add(worker)
-                waiting = self.iterator._task_info.values()
-                self._lost += sum(1 for task in waiting if len(task) == 1 and task[0] == worker)
-        return self._lost
-
-
-class IterableStream:
+class IterableStream(_OneSource):
     """Any iterable of batches, unchanged.
 
     An iterator, such as `itertools.cycle(loader)`, cannot start again. If it has not ended, the next epoch reads on in it with
     `continues`; otherwise that is an error.
     """
 
-    sizes: tuple[int, int] | None = None
-    samples: int | None = None
+    exact = False
 
     def __init__(
         self, source: Iterable[Any], seed: int, stage: int, world: World = _ONE_PROCESS, continues: bool = False
@@ -459,10 +391,11 @@ class IterableStream:
         name, whole = type(source).__name__, False
         what, better = "is", "wrap the data in a Dataset and a DataLoader."
         if isinstance(source, DataLoader):
-            whole = not isinstance(source.dataset, IterableDataset) and not _knows_processes(source)
+            whole = not isinstance(source.dataset, IterableDataset) and not knows_processes(source)
             what, better = "overrides __iter__, so it is", "use torch's DataLoader; persistent_workers=True keeps its workers."
         self._world, self._length = world, length_of(source)
         self._sharder = StreamSharder(world, name, self._length, whole=whole, resampled=resamples(source))
+        self._shares, self.sharders, self.histories = self._sharder, [self._sharder], [self._history]
         if self._ready:
             self._history.stop()
             self._sharder.ready(source)  # type: ignore[arg-type]  # it is a list
@@ -473,33 +406,15 @@ class IterableStream:
             + f" To get shuffling and exact resume, {better}"
         )
 
-    @property
-    def length(self) -> int | None:
-        """See `Stream`."""
-        return self._sharder.length
-
-    @property
-    def splits(self) -> bool:
-        """See `Stream`."""
-        return self._sharder.splits
-
-    @property
-    def counted(self) -> int:
-        """See `Stream`."""
-        return self._sharder.counted
-
     def resume(self, splits: bool, epoch: int, limited: bool) -> None:
-        """See `Stream`."""
         if not self._ready:
             self._sharder.splits = splits
 
     def prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
-        """See `Stream`."""
         if not self._ready:
             self._primed = self._begin(epoch, start, limit, step)
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
-        """See `Stream`."""
         begun, self._primed = self._primed, None
         if self._ready:  # nothing random happens when the next one is taken
             self._open(epoch)
@@ -512,15 +427,10 @@ class IterableStream:
         mine = sharder.rows(batches, self._history, first, start, limit, turn, step, reopen)
         return self._history.follow(mine, start, step, lambda: sharder.ended, lambda: sharder.record.last)
 
-    def sharders(self) -> list[StreamSharder]:
-        """See `Stream`."""
-        return [self._sharder]
-
     def measure(self, epoch: int) -> bool:
-        """See `Stream`."""
         self._set_epoch(epoch)
         length = length_of(self._source)
-        if not _any_changed(self._world, length != self._length):
+        if not any(self._world.exchange(length != self._length)):
             return False
         self._length = length
         self._sharder.restate(length)
@@ -565,7 +475,6 @@ class IterableStream:
             raise self._cannot_restart(epoch)
 
     def spare(self, epoch: int) -> Any:
-        """See `Stream`."""
         return self._sharder.padding
 
     def _begin(self, epoch: int, start: int, limit: int | None, step: int) -> tuple[Iterator[Any], int]:
@@ -591,8 +500,7 @@ class IterableStream:
 
     def _reopened(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch from its beginning."""
-        keys = self._seed_before_iter(epoch)
-        return _seeded(iter(self._source), keys, 0)
+        return _seeded(iter(self._source), self._seed_before_iter(epoch), 0)
 
     def _seed_before_iter(self, epoch: int) -> KeyStream:
         """Seed the generators for `__iter__`; returns the keys of the batches.
@@ -604,23 +512,253 @@ class IterableStream:
         seed_generators(keys(0) if self._history.active else mix(self._seed, self._stage, Purpose.ORDER, epoch))
         return keys
 
-    def histories(self) -> list[StateHistory]:
-        """See `Stream`."""
-        return [self._history]
+
+class CombinedStream(Stream):
+    """The stream of a `CombinedLoader`. The number of a loader is part of its random keys.
+
+    Combined micro-batch m consists of the same batches on any number of processes.
+    """
+
+    counted = 0
+
+    def __init__(
+        self,
+        loader: CombinedLoader,
+        seed: int,
+        stage: Stage,
+        index: int,
+        device: torch.device,
+        sequential: bool,
+        world: World = _ONE_PROCESS,
+    ) -> None:
+        self._loader = loader
+        # Batch m is not batch m of each loader, so a loader that cannot start in the middle is skipped through.
+        self.histories = []
+        # The processes read different numbers of rows of a loader, so only the first batches of each are compared.
+        self.sharders = []
+        # the first loader has the same keys as without the others; the others have keys that no loader of the stage has
+        self._streams: list[Stream] = [
+            open_stream(part, seed, stage.of_loader(index + (number << 20)), device, sequential, world)
+            for number, part in enumerate(loader.flattened)
+        ]
+        for sharder in (each for stream in self._streams for each in stream.sharders):
+            sharder.compares_later = False
+        if stage is not Stage.TRAIN or sequential:
+            for history in (each for stream in self._streams for each in stream.histories):
+                history.stop()
+        if loader.mode == "max_size_cycle" and any(stream.length == 0 for stream in self._streams):
+            raise EmptyLoaderError(NO_BATCH_IN_LOADER)
+
+    @property
+    def splits(self) -> bool:
+        return any(stream.splits for stream in self._streams)
+
+    def resume(self, splits: bool, epoch: int, limited: bool) -> None:
+        # each stream finds out by itself whether it splits
+        all_read = self._loader.mode in ("max_size", "sequential") and not limited
+        for history in (each for stream in self._streams for each in stream.histories):
+            if epoch and history.continues and not all_read:
+                notice_unsaved(history.name, "which a checkpoint does not contain inside a CombinedLoader")
+
+    @property
+    def length(self) -> int | None:
+        lengths = [stream.length for stream in self._streams]
+        return None if None in lengths else end_of(self._loader.mode, lengths)
+
+    @property
+    def exact(self) -> bool:
+        return all(stream.exact for stream in self._streams)
+
+    def measure(self, epoch: int) -> bool:
+        changed = [stream.measure(epoch) for stream in self._streams]
+        return any(changed)
+
+    @property
+    def sizes(self) -> tuple[int, int] | None:
+        """Only if every micro-batch of every loader is full; otherwise the samples are counted when a batch is fetched."""
+        sizes = [stream.sizes for stream in self._streams]
+        if self._loader.mode == "max_size" and len(sizes) > 1:
+            return None
+        if any(size is None or size[0] != size[1] for size in sizes):
+            return None
+        full = [size[0] for size in sizes if size is not None]
+        if self._loader.mode == "sequential":
+            return (full[0], full[0]) if len(set(full)) == 1 else None
+        return sum(full), sum(full)
+
+    def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
+        mode = self._loader.mode
+        if step > 1:
+            self._prime(epoch, start, limit, turn, step)
+        # lengths are known only now, if each process has its own part of a stream
+        ends = [end for end in (limit, end_of(mode, [stream.length for stream in self._streams])) if end is not None]
+        end = min(ends, default=None)
+        if end is not None and start + turn >= end:
+            return iter(())
+        batches: Iterator[Any]
+        if mode in ("min_size", "max_size"):
+            batches = self._side_by_side(epoch, start, end, turn, step)
+        elif mode == "max_size_cycle":
+            cycle = _Cycle if step == 1 else _ShardedCycle
+            batches = self._until_all_wrapped([cycle(stream, epoch, start + turn, step, end) for stream in self._streams])
+        elif step == 1:
+            batches = self._sequential(epoch, start, end)
+        else:
+            batches = self._sharded_sequential(epoch, start + turn, end, step)
+        return batches if end is None else islice(batches, len(range(start + turn, end, step)))
+
+    def _prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
+        """Run the collectives of all streams now: later each process would reach them at a different moment, or never."""
+        lengths = [stream.length for stream in self._streams] if self._loader.mode == "min_size" else []
+        end = min((each for each in (limit, *lengths) if each is not None), default=None)
+        for stream in self._streams:
+            stream.prime(epoch, 0 if self._loader.mode == "sequential" else start, end, turn, step)
+
+    def spare(self, epoch: int) -> Any:
+        return next(self.batches(epoch, 0, 1), None) if self.exact else None
+
+    def _side_by_side(self, epoch: int, start: int, end: int | None, turn: int, step: int) -> Iterator[Any]:
+        iterators = [iter(stream.batches(epoch, start, end, turn, step)) for stream in self._streams]
+        shortest = self._loader.mode == "min_size"
+        for batches in zip(*iterators) if shortest else zip_longest(*iterators):  # noqa: B905
+            yield self._loader.assemble(list(batches))
+
+    def _sequential(self, epoch: int, start: int, end: int | None) -> Iterator[Any]:
+        before = 0  # batches of the loaders before
+        for stream in self._streams:
+            limit = None if end is None else end - before
+            if limit is not None and limit <= 0:
+                return
+            if stream.length is None or not stream.exact:  # only reading it shows where it ends
+                for number, batch in enumerate(stream.batches(epoch, 0, limit), before):
+                    before = number + 1
+                    if number >= start:
+                        yield batch
+                continue
+            if start < before + stream.length:
+                yield from stream.batches(epoch, max(0, start - before), limit)
+            before += stream.length
+
+    def _sharded_sequential(self, epoch: int, m: int, end: int | None, step: int) -> Iterator[Any]:
+        before = 0
+        for stream in self._streams:
+            length = stream.length if stream.exact else None
+            if length is None or m < before + length:
+                for batch in stream.batches(epoch, m - before, None if end is None else end - before, 0, step):
+                    yield batch
+                    m += step
+            if end is not None and m >= end:
+                return
+            before += stream.counted if length is None else length
+
+    def _until_all_wrapped(self, cycles: Sequence[_Cycle | _ShardedCycle]) -> Iterator[Any]:
+        while True:
+            before = [cycle.wrapped for cycle in cycles]  # these are only read if another loader still has batches
+            batches = [_END if wrapped else cycle.next() for wrapped, cycle in zip(before, cycles, strict=True)]
+            if all(cycle.wrapped for cycle in cycles):
+                return
+            asked = zip(before, batches, cycles, strict=True)
+            batches = [cycle.next() if wrapped else batch for wrapped, batch, cycle in asked]
+            pairs = zip(batches, cycles, strict=True)
+            yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
 
     def close(self) -> None:
-        """Do nothing: there are no workers."""
+        """End the workers of every loader."""
+        for stream in self._streams:
+            stream.close()
 
 
-def _any_changed(world: World, changed: bool) -> bool:
-    """Whether a length has changed on any process. Collective."""
-    return any(world.exchange(changed))
+class _Cycle:
+    """A stream that restarts when it ends."""
+
+    def __init__(self, stream: Stream, epoch: int, start: int, step: int, end: int | None) -> None:
+        self._stream, self._epoch, self._end = stream, epoch, end
+        self._number, rest = divmod(start, stream.length) if stream.exact and stream.length else (0, 0)
+        self._m = start if stream.exact else 0  # of all batches, not only those of this cycle
+        self.wrapped = self._number > 0
+        self._batches = self._open(rest)
+        if not stream.exact:  # the end of a cycle is only known after reading it
+            for _ in range(start):
+                if self.next() is _END:
+                    self.again()
+
+    def _open(self, place: int) -> Iterator[Any]:
+        limit = None if self._end is None else place + self._end - self._m
+        return iter(self._stream.batches(self._epoch + self._number * CYCLE, place, limit))
+
+    def next(self) -> Any:
+        """The next batch, or `_END` at the end of a cycle."""
+        batch = next(self._batches, _END)
+        self.wrapped = self.wrapped or batch is _END
+        self._m += batch is not _END
+        return batch
+
+    def again(self) -> Any:
+        """The first batch of the next cycle."""
+        self._number += 1
+        self._batches = self._open(0)
+        batch = next(self._batches, _END)
+        if batch is _END:
+            raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
+        self._m += 1
+        return batch
 
 
-def _explained(batches: Iterator[Any]) -> Iterator[Any]:
-    """The batches that workers fetch."""
-    with worker_failures():
-        yield from batches
+class _ShardedCycle:
+    """The batches m, m + step, … of a stream that restarts when it ends."""
+
+    def __init__(self, stream: Stream, epoch: int, m: int, step: int, end: int | None) -> None:
+        self._stream, self._epoch, self._step = stream, epoch, step
+        self._left = None if end is None else end - m  # places of all batches, from the next one on
+        self._number, self._m = 0, m  # the next batch: its cycle, and its place in it
+        self._batches: Iterator[Any] | None = None
+        self.wrapped = False
+        if stream.exact and stream.length:
+            self._wrap(stream.length)
+        else:
+            self._open()
+
+    def _open(self) -> None:
+        limit = None if self._left is None else self._m + self._left
+        self._batches = iter(self._stream.batches(self._epoch + self._number * CYCLE, self._m, limit, 0, self._step))
+
+    def _wrap(self, length: int) -> None:
+        """Advance to the cycle that contains the next batch, if all cycles have the known length."""
+        cycles, self._m = divmod(self._m, length)
+        if cycles:
+            self._number, self._batches, self.wrapped = self._number + cycles, None, True
+
+    def next(self) -> Any:
+        """The next batch, or `_END` if `again` must return it."""
+        if self._stream.exact and self._stream.length:
+            self._wrap(self._stream.length)
+            if self._batches is None and not self.wrapped:
+                self._open()
+        batch = _END if self._batches is None else next(self._batches, _END)
+        if batch is _END:
+            self.wrapped = True
+        else:
+            self._advance()
+        return batch
+
+    def _advance(self) -> None:
+        self._m += self._step
+        if self._left is not None:
+            self._left -= self._step
+
+    def again(self) -> Any:
+        """The next batch, in a cycle that has not been opened yet."""
+        while True:
+            if self._batches is not None:  # it has ended: only its end shows where
+                if self._stream.counted == 0:
+                    raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
+                self._m, self._number = self._m - self._stream.counted, self._number + 1
+            self._open()
+            assert self._batches is not None
+            batch = next(self._batches, _END)
+            if batch is not _END:
+                self._advance()
+                return batch
 
 
 def _seeded(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
@@ -647,11 +785,3 @@ def _started_over(batches: Iterator[Any], again: Callable[[], Iterator[Any]]) ->
         yield batch
     if empty:
         yield from again()
-
-
-def _knows_processes(sampler: Any, depth: int = 4) -> bool:
-    """Whether a sampler, or one inside it, selects a part by rank, as `DistributedSampler` does."""
-    if sampler is None or getattr(sampler, "num_replicas", 1) > 1:
-        return sampler is not None
-    inside = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
-    return depth > 0 and any(_knows_processes(each, depth - 1) for each in inside)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice, warn
+from trainkit.data.combined import batch_size_of, evaluation_sources, training_source
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
 from trainkit.errors import ConfigurationError, EmptyLoaderError, MissingMethodError
 from trainkit.module.overridable_hooks import DataHooks, find_source, is_overridden
 from trainkit.module.train_module import TrainModule

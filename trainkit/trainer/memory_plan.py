@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainkit.data.combined import CombinedLoader
-from trainkit.data.sources import training_source
+from trainkit.data.combined import CombinedLoader, training_source
 from trainkit.errors import MissingMethodError, ModuleError
 from trainkit.footprint import Contents
 from trainkit.memory.inventory import built_placeholder, contents_of

@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from trainkit.console import notice, warn
-from trainkit.data.combined import CombinedLoader
-from trainkit.data.loader_collections import restartable
+from trainkit.data.combined import CombinedLoader, restartable
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run

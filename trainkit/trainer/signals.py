@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from trainkit.console import notice, prints_here, warn
-from trainkit.data.worker_signals import HANDLED
+from trainkit.data.loader_workers import HANDLED
 from trainkit.distributed.process_exit import write_stderr
 from trainkit.errors import Preempted
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
 from trainkit.console import echo, notice
-from trainkit.data.sources import as_passed
+from trainkit.data.combined import as_passed
 from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
 from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable

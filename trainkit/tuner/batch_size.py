@@ -9,7 +9,7 @@ import torch
 from trainkit.callback import Callback
 from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import notice
-from trainkit.data.sources import batch_size_of
+from trainkit.data.combined import batch_size_of
 from trainkit.errors import ConfigurationError, ProcessFailedError
 from trainkit.tuner.attributes import FoundAttribute, find_attribute
 from trainkit.utils.memory import is_out_of_memory, release_memory

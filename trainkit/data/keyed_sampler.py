@@ -7,6 +7,7 @@ the fetching process from that key before it fetches. So it does not matter whic
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
@@ -26,24 +28,27 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainkit.console import counted, notice, warn
-from trainkit.data.agreement import parts_of, unchanged
-from trainkit.data.digest import digest
-from trainkit.data.order import Permutation
-from trainkit.data.state_history import has_state, rewind
-from trainkit.data.worker_signals import ignore_group_signals
+from trainkit.console import counted, notice, warn, with_article
+from trainkit.data.combined import iterates_itself, length_of
+from trainkit.data.comparison import digest, parts_of, unchanged
+from trainkit.data.loader_workers import ignore_group_signals
+from trainkit.data.order import Permutation, user_epoch
+from trainkit.data.stream_sharder import has_state, rewind
 from trainkit.distributed.world import World
+from trainkit.errors import ConfigurationError, DataError
+from trainkit.nested import batch_size
 from trainkit.rng import KeyStream, Purpose, RandomState, Stage, mix, seed_generators
 
 __all__ = [
     "KeyedBatches",
     "KeyedDataset",
     "KeyedSlots",
+    "SlotSampler",
     "UserWorkerInit",
     "is_distributed",
     "keyed_batches",
-    "length_of",
-    "user_epoch",
+    "knows_processes",
+    "split_batches",
 ]
 
 Draw = Callable[[int, int, int], Generator[Any, int | None, int]]
@@ -55,14 +60,6 @@ _AT_A_TIME = 4096  # positions of the order that are computed together
 _ONE_PROCESS = World()
 
 _TORCHDATA = "torchdata.stateful_dataloader.sampler"
-
-CYCLE = 1 << 32
-"""Cycle c of a loader within epoch e is its epoch e + c·CYCLE: a different order, but the same one in every run."""
-
-
-def user_epoch(epoch: int) -> int:
-    """The epoch to pass to the user's samplers and datasets, without the cycle."""
-    return epoch % CYCLE
 
 
 class KeyedBatches:
@@ -208,6 +205,76 @@ class KeyedSlots(list[None]):
         return KeyedSlots, (self._key, len(self))
 
 
+class SlotSampler:
+    """A sampler for an iterable dataset, which only needs the number of samples in each batch; it may ask for fewer batches.
+
+    A worker whose part of the stream has ended answers none of the batches that it still is asked for. The others are asked
+    for as many more, while the loader's iterator runs.
+
+    Args:
+        size: samples in a batch; `None`: the dataset yields batches.
+        seed: of the run.
+        stage: of the keys.
+
+    Attributes:
+        left: number of batches to ask for; `None`: as many as there are.
+        iterator: the loader's, if it has workers.
+    """
+
+    def __init__(self, size: int | None, seed: int, stage: int) -> None:
+        self._size, self._seed, self._stage = size, seed, stage
+        self.begin(0, 0, None)
+
+    def begin(self, epoch: int, start: int, left: int | None) -> None:
+        """Begin an epoch at batch `start` of the stream that this process reads."""
+        self._keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
+        self._start, self.left = start, left
+        self.iterator: Any = None
+
+    def __iter__(self) -> Iterator[KeyedSlots | None]:
+        self._asked, self._lost, self._ended = 0, 0, set[int]()
+        return self
+
+    def __next__(self) -> KeyedSlots | None:
+        if self.left is not None and self._asked - self._unanswered() >= self.left:
+            raise StopIteration
+        m = self._start + self._asked
+        self._asked += 1
+        return None if self._size is None else KeyedSlots(self._keys(m), self._size)
+
+    def allow(self, left: int | None) -> None:
+        """Let workers that wait, because no more batches were needed, begin with those that now are."""
+        self.left, iterator = left, self.iterator
+        if iterator is not None:
+            for _ in range(iterator._prefetch_factor * iterator._num_workers - len(iterator._task_info)):
+                iterator._try_put_index()
+
+    def refilled(self, iterator: Iterator[Any], loader: DataLoader[Any]) -> Iterator[Any]:
+        """The batches of workers; where all that were asked for have come, but were short, more are asked for."""
+        size, stated = loader.batch_size, length_of(loader.dataset)
+        assert size is not None
+        assert stated is not None
+        samples = batches = 0
+        while True:
+            if batches == self.left and samples < stated:
+                self.allow(batches - (samples - stated) // size)
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            samples, batches = samples + batch_size(batch), batches + 1
+            yield batch
+
+    def _unanswered(self) -> int:
+        """Number of batches that were asked for in vain."""
+        for worker, works in enumerate(getattr(self.iterator, "_workers_status", ())):
+            if not works and worker not in self._ended:  # asked right after it has ended
+                self._ended.add(worker)
+                waiting = self.iterator._task_info.values()
+                self._lost += sum(1 for task in waiting if len(task) == 1 and task[0] == worker)
+        return self._lost
+
+
 class UserWorkerInit:
     """The user's `worker_init_fn`; in the worker `get_worker_info().dataset` is the user's dataset, not the wrapper.
 
@@ -276,6 +343,14 @@ def is_distributed(sampler: Any) -> bool:
     kind = type(sampler)
     own = (DistributedSampler.__iter__, DistributedSampler.__len__)
     return isinstance(sampler, DistributedSampler) and ((kind.__iter__, kind.__len__) == own or kind.__module__ == _TORCHDATA)
+
+
+def knows_processes(sampler: Any, depth: int = 4) -> bool:
+    """Whether a sampler, or one inside it, selects a part by rank, as `DistributedSampler` does."""
+    if sampler is None or getattr(sampler, "num_replicas", 1) > 1:
+        return sampler is not None
+    inside = [getattr(sampler, name, None) for name in ("sampler", "batch_sampler")]
+    return depth > 0 and any(knows_processes(each, depth - 1) for each in inside)
 
 
 def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoader[Any], order: Any) -> KeyedBatches:
@@ -363,18 +438,6 @@ def _shuffles(sampler: Any) -> bool | None:
     if is_distributed(sampler):
         return bool(sampler.shuffle)
     return None
-
-
-def length_of(source: Any, quiet: bool = False) -> int | None:
-    """What `len()` returns for a loader, a dataset or a sampler; `None` if it has no length. `quiet`: without a warning."""
-    try:
-        return len(source)
-    except (TypeError, NotImplementedError):
-        return None
-    except Exception as error:  # a __len__ that raises must not look like one that is missing
-        if not quiet:
-            warn(f"len() of {type(source).__name__} failed ({error!r}); treating its length as unknown.")
-        return None
 
 
 def _arithmetic(samples: int | None, size: int, drop_last: bool) -> tuple[int | None, tuple[int, int] | None]:
@@ -466,3 +529,112 @@ def _next_indices(iterator: Iterator[Any], size: int | None, drop_last: bool) ->
     if not indices or (drop_last and len(indices) < size):
         raise StopIteration
     return indices
+
+
+def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]:
+    """A loader like this one that yields each batch in `parts` micro-batches.
+
+    Args:
+        loader: the user's loader, which is not changed.
+        parts: micro-batches of a batch, one for each process.
+
+    Returns:
+        The loader of micro-batches, and their number in an epoch if `drop_last` drops micro-batches of a short last batch;
+        otherwise `None`.
+
+    Raises:
+        ConfigurationError: the loader cannot be split.
+    """
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or iterates_itself(loader):
+        raise ConfigurationError(
+            f"split_batches=True divides the batch_size of a DataLoader, but this is {_described(loader)}. Let it yield one "
+            "micro-batch for each process, and remove split_batches."
+        )
+    changes: dict[str, Any] = {"_iterator": None}
+    sampler, end = loader.batch_sampler, None
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.drop_last:
+            raise ConfigurationError(
+                "split_batches=True with drop_last=True: the last batch of a stream is not known in advance. Remove "
+                "drop_last: a short last batch counts by its samples."
+            )
+        changes["batch_size"] = _size(loader.batch_size, parts)
+    elif type(sampler) is BatchSampler:
+        size = _size(sampler.batch_size, parts)
+        changes["batch_sampler"] = BatchSampler(sampler.sampler, size, sampler.drop_last)
+        if loader.batch_size is not None:
+            changes["batch_size"] = size
+        end = _whole(sampler, parts) if sampler.drop_last else None
+    else:
+        changes["batch_sampler"] = _Parts(sampler, parts)
+    split = copy.copy(loader)
+    split.__dict__.update(changes)  # DataLoader refuses to assign them
+    return split, end
+
+
+def _size(batch_size: Any, parts: int) -> int:
+    """Samples of a micro-batch."""
+    if batch_size % parts:
+        nearest = max(1, batch_size // parts) * parts
+        raise ConfigurationError(
+            f"split_batches=True: a batch_size of {batch_size} cannot be divided by {parts} processes. Use {nearest}, or "
+            "remove split_batches: batch_size is then that of one process."
+        )
+    return int(batch_size // parts)
+
+
+def _whole(sampler: BatchSampler, parts: int) -> int:
+    """Micro-batches of the batches that are not short."""
+    inner: Any = sampler.sampler
+    try:
+        samples = len(inner.dataset) if is_distributed(inner) else len(inner)
+    except TypeError:
+        raise ConfigurationError(
+            f"split_batches=True with drop_last=True: {type(inner).__name__} has no length. Define __len__, or remove "
+            "drop_last."
+        ) from None
+    return samples // sampler.batch_size * parts
+
+
+def _described(loader: Any) -> str:
+    if isinstance(loader, DataLoader) and iterates_itself(loader):
+        return f"{with_article(type(loader).__name__)}, which overrides __iter__"
+    return "one with batch_size=None" if isinstance(loader, DataLoader) else with_article(type(loader).__name__)
+
+
+class _Parts:
+    """The batches of a user's batch sampler, each divided into `parts` parts whose sizes differ by at most 1."""
+
+    def __init__(self, sampler: Any, parts: int) -> None:
+        self.sampler, self._parts = sampler, parts
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
+
+    @property
+    def size_of_all(self) -> Any:
+        """Samples of a whole batch; `None` if the batch sampler has no `batch_size`."""
+        return getattr(self.sampler, "batch_size", None)
+
+    def __len__(self) -> int:
+        return len(self.sampler) * self._parts
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        short = 0
+        for batch in self.sampler:
+            if short:
+                raise DataError(
+                    f"split_batches=True: {type(self.sampler).__name__} yielded {short} samples for {self._parts} processes, "
+                    "which only the last batch of an epoch may do. Yield at least one sample for each process in each batch."
+                )
+            indices = list(batch)
+            short = len(indices) if len(indices) < self._parts else 0
+            each, more = divmod(len(indices), self._parts)
+            begin = 0
+            for part in range(self._parts):
+                end = begin + each + (part < more)
+                if end > begin:
+                    yield indices[begin:end]
+                begin = end

@@ -11,7 +11,7 @@ from helpers.worlds.worlds import run_world
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from trainkit import Accelerator
-from trainkit.data.splitting import split_batches
+from trainkit.data.keyed_sampler import split_batches
 from trainkit.errors import ConfigurationError, DataError
 
 

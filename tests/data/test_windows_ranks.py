@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.data.dealt import Alike
 
-from trainkit.data.shared_window import Piece, SharedWindow, collected, planned
+from trainkit.data.windows import Piece, SharedWindow, collected, planned
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.micro_batch import NO_BATCH, MicroBatchKind

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from trainkit import CombinedLoader
-from trainkit.data.sources import batch_size_of, evaluation_sources, training_source
+from trainkit.data.combined import batch_size_of, evaluation_sources, training_source
 from trainkit.errors import DataError
 
 A, B = DataLoader(Drawing(8), batch_size=2), DataLoader(Drawing(8), batch_size=3)

@@ -12,9 +12,9 @@ import torch
 from helpers.data.samples import draw
 from torch import Tensor
 
-from trainkit.data import prefetch
+from trainkit.data import batches as batches_module
+from trainkit.data.batches import one_ahead
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.prefetch import one_ahead
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
 DEVICE = torch.device("cuda", 0)
@@ -52,8 +52,8 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         current.pop()
 
     fake = SimpleNamespace(Stream=lambda device: FakeStream("side", log), stream=on, current_stream=lambda device: current[-1])
-    monkeypatch.setattr(prefetch.torch, "cuda", fake)
-    monkeypatch.setattr(prefetch, "SMALL", 0)
+    monkeypatch.setattr(batches_module.torch, "cuda", fake)
+    monkeypatch.setattr(batches_module, "SMALL", 0)
     return log
 
 
@@ -73,19 +73,19 @@ def on_cuda(value: float) -> FakeCuda:
 @pytest.mark.parametrize("small", [8, 9])
 def test_small_batches_are_loaded_when_they_are_needed(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr(prefetch, "SMALL", small)
-    monkeypatch.setattr(prefetch, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
+    monkeypatch.setattr(batches_module, "SMALL", small)
+    monkeypatch.setattr(batches_module, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
     batches = iter([(torch.zeros(1), torch.zeros(1, dtype=torch.int32)), torch.zeros(100)])  # the first batch decides
-    found = list(prefetch.to_device(batches, lambda item, number: (item, number), 3, device=DEVICE))
+    found = list(batches_module.to_device(batches, lambda item, number: (item, number), 3, device=DEVICE))
     assert chosen == ([3] if small == 8 else [])
     assert small == 8 or [number for _, number in found] == [3, 4]
-    assert list(prefetch.to_device(iter([]), lambda item, number: item, device=DEVICE)) == []
+    assert list(batches_module.to_device(iter([]), lambda item, number: item, device=DEVICE)) == []
 
 
 def test_a_batch_of_unknown_size_counts_as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[Any] = []
-    monkeypatch.setattr(prefetch, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
-    list(prefetch.to_device(iter([SimpleNamespace(to=lambda device: None)]), lambda item, number: item, device=DEVICE))
+    monkeypatch.setattr(batches_module, "one_ahead", lambda items, load, device, start: chosen.append(start) or iter(items))
+    list(batches_module.to_device(iter([SimpleNamespace(to=lambda device: None)]), lambda item, number: item, device=DEVICE))
     assert chosen == [0]
 
 

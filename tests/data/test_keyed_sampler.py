@@ -25,8 +25,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import TrainkitWarning
-from trainkit.data.order import Permutation
-from trainkit.data.sampling import CYCLE, KeyedBatches, keyed_batches
+from trainkit.data.keyed_sampler import KeyedBatches, keyed_batches
+from trainkit.data.order import CYCLE, Permutation
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 
 SEED, STAGE = 7, int(Stage.TRAIN)

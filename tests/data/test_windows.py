@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainkit.data.window import windows
+from trainkit.data.windows import windows
 from trainkit.errors import DataError
 from trainkit.micro_batch import MicroBatch
 

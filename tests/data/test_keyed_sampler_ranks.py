@@ -30,8 +30,8 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import TrainkitWarning
+from trainkit.data.keyed_sampler import keyed_batches
 from trainkit.data.order import HASH_SORT_LIMIT, Permutation
-from trainkit.data.sampling import keyed_batches
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.micro_batch import MicroBatchKind

@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.worlds.worlds import run_world
 
-from trainkit.data.digest import digest
+from trainkit.data.comparison import digest
 
 
 @dataclasses.dataclass

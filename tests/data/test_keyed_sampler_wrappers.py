@@ -9,7 +9,7 @@ import pytest
 from helpers.data.samples import Drawing, draw, same
 from torch.utils.data import Subset
 
-from trainkit.data.sampling import KeyedDataset, KeyedSlots, UserWorkerInit
+from trainkit.data.keyed_sampler import KeyedDataset, KeyedSlots, UserWorkerInit
 from trainkit.rng import seed_generators
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from trainkit import CombinedLoader
-from trainkit.data.state_history import Resumption, StateHistory
+from trainkit.data.stream_sharder import Resumption, StateHistory
 from trainkit.errors import StateMismatchError
 
 

@@ -1,4 +1,4 @@
-"""`trainkit.data.assembling`: micro-batches are joined into one batch, and short ones are filled up."""
+"""`trainkit.data.batches`: micro-batches are joined into one batch, and short ones are filled up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.assembling import concatenated_groups, each_joined, joined, padded
+from trainkit.data.batches import concatenated_groups, each_joined, joined, padded
 from trainkit.errors import DataError
 
 Pair = namedtuple("Pair", "x y")
