@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from itertools import islice, pairwise
 from typing import Any
@@ -13,9 +13,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainkit.data.windows import windows
+from trainkit.data.windows import collected, planned
+from trainkit.distributed.world import World
 from trainkit.errors import DataError
-from trainkit.micro_batch import MicroBatch
+from trainkit.micro_batch import MicroBatch, MicroBatchKind
+from trainkit.nested import batch_size
+
+
+def windows(
+    batches: Iterator[Any],
+    size: int,
+    *,
+    count: Callable[[Any], int] = batch_size,
+    start: int = 0,
+    length: int | None = None,
+    sizes: tuple[int, int] | None = None,
+    weigh: Callable[[Any], float] | None = None,
+    taken: int = 0,
+) -> Iterator[MicroBatch]:
+    """The micro-batches of one rank that drives one device, as `PreparedLoader` yields them to your own training loop."""
+    options: dict[str, Any] = {"index": start, "taken": taken, "entries": True}
+    if weigh is None and sizes is not None and length is not None:
+        parts = planned(batches, World(), size, start, length, sizes, **options)
+    else:
+        parts = collected(batches, World(), size, per_rank=None, count=count, weigh=weigh, **options)
+    for part in parts:
+        yield part.window.micro_batch(part.batch, MicroBatchKind.DATA, part.index, part.weight, part.last, 1)
 
 
 def batches_of(sizes: list[int]) -> list[Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.data.dealt import Alike
 
-from trainkit.data.windows import Piece, SharedWindow, collected, planned
+from trainkit.data.windows import Window, WindowPart, collected, planned
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.micro_batch import NO_BATCH, MicroBatchKind
@@ -36,28 +36,27 @@ def test_nothing() -> None:
 def test_what_is_planned() -> None:
     """3 ranks, windows of 2 micro-batches per rank, and 7 micro-batches in all: 6 of 4 samples and the last of 1."""
     found = [list(planned(iter("abc"), Alike(rank, 3), 2, 0, 7, (4, 1))) for rank in range(3)]
-    assert [[(p.batch, p.m, p.index, p.first, p.last, p.weight) for p in own] for own in found] == [
-        [("a", 0, 0, True, False, 4), ("b", 3, 1, False, True, 4), ("c", 6, 2, True, True, 1)],
-        [("a", 1, 0, True, False, 4), ("b", 4, 1, False, True, 4), (NO_BATCH, 7, 2, True, True, 0)],
-        [("a", 2, 0, True, False, 4), ("b", 5, 1, False, True, 4), (NO_BATCH, 8, 2, True, True, 0)],
+    assert [[(p.batch, p.index, p.index == p.window.begin, p.last, p.weight) for p in own] for own in found] == [
+        [("a", 0, True, False, 4), ("b", 1, False, True, 4), ("c", 2, True, True, 1)],
+        [("a", 0, True, False, 4), ("b", 1, False, True, 4), (NO_BATCH, 2, True, True, 0)],
+        [("a", 0, True, False, 4), ("b", 1, False, True, 4), (NO_BATCH, 2, True, True, 0)],
     ]
     for own in found:
-        assert [(p.shared.total, p.shared.per_rank, p.shared.uneven) for p in own] == [(24, 2, False)] * 2 + [(1, 1, True)]
+        assert [(p.window.total, p.window.per_rank, p.window.uneven) for p in own] == [(24, 2, False)] * 2 + [(1, 1, True)]
 
 
 def test_a_window_that_begins_with_a_row_that_is_not_full() -> None:
     """2 ranks start at micro-batch 2 of 5, in a window of 2 per rank: rank 0 has two of the other three, rank 1 has one."""
     found = [list(planned(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
-    assert [[(p.m, p.index, p.last) for p in own] for own in found] == [[(2, 0, False), (4, 1, True)], [(3, 0, True)]]
-    assert found[0][0].shared.uneven
+    assert [[(p.index, p.last) for p in own] for own in found] == [[(0, False), (1, True)], [(0, True)]]
+    assert found[0][0].window.uneven
 
 
-def entries(pieces: list[Piece]) -> list[tuple[Any, ...]]:
+def entries(pieces: list[WindowPart]) -> list[tuple[Any, ...]]:
     """Index, last, share and the values for your own training loop, for each micro-batch of one of two ranks."""
     found = []
     for piece in pieces:
-        begin = next(p.index for p in pieces if p.shared is piece.shared)
-        micro = piece.shared.micro_batch(None, MicroBatchKind.DATA, (begin, piece.index), piece.weight, piece.last, 2)
+        micro = piece.window.micro_batch(None, MicroBatchKind.DATA, piece.index, piece.weight, piece.last, 2)
         assert micro.entry is not None
         found.append((micro.index, micro.last, micro.share, *micro.entry[1:]))
     return found
@@ -73,15 +72,17 @@ def test_rows_of_an_own_loop(way: str) -> None:
     for rank in range(2):
         sizes = [4, 4, 4] if rank == 0 else [4, 4, 2]
         if way == "planned":
-            pieces = list(planned(iter(sizes), Alike(rank, 2), 3, 0, 6, (4, 2), 2))
+            pieces = list(planned(iter(sizes), Alike(rank, 2), 3, 0, 6, (4, 2), taken=2, entries=True))
         else:
             pieces = list(
-                collected(iter(sizes), Alike(rank, 2), 3, 0, per_rank=3, count=lambda size: size, weigh=None, taken=2)
+                collected(
+                    iter(sizes), Alike(rank, 2), 3, per_rank=3, count=lambda size: size, weigh=None, taken=2, entries=True
+                )
             )
             others = Telling([[4, 1, 4], [8, 2, 4, 4, 0] if rank else [6, 2, 4, 2, 0]])
-            assert [piece.shared.weights for piece in pieces[:2]] == [[4], [*sizes[1:], 0.0]]
+            assert [piece.window.weights for piece in pieces[:2]] == [[4], [*sizes[1:], 0.0]]
             for piece in pieces:
-                piece.shared.agree(others)
+                piece.window.agree(others)
         found.append(entries(pieces))
     assert found[0] == [
         (0, True, 1.0, 1.0, 1.0, 1.0, 8.0),
@@ -95,8 +96,8 @@ def test_rows_of_an_own_loop(way: str) -> None:
 def test_a_window_that_weighs_nothing() -> None:
     """A micro-batch of weight 0 has the share 0, whether or not the other micro-batches of its window have weights."""
     for weights in ([0.0], [0.0, 3.0]):
-        shared = SharedWindow(sum(weights), len(weights), False, agreed=True, weights=weights)
-        micro = shared.micro_batch(None, MicroBatchKind.DATA, (0, 0), 0.0, True, 2)
+        window = Window(0, sum(weights), len(weights), False, agreed=True, weights=weights)
+        micro = window.micro_batch(None, MicroBatchKind.DATA, 0, 0.0, True, 2)
         assert (micro.share, micro.empty, micro.entry) == (0.0, sum(weights) == 0.0, (0, 0.0, 1.0, 0.0, 0.0))
 
 
@@ -109,16 +110,16 @@ def test_a_loader_that_ends_too_early() -> None:
 
 def test_what_is_collected() -> None:
     """Rank 1 of 3 reads 3 batches, so its first window has 2 and the next has 1; then it only takes part with `NO_BATCH`."""
-    pieces = collected(iter("abc"), Alike(1, 3), 2, 6, per_rank=None, count=lambda batch: 5, weigh=None)
+    pieces = collected(iter("abc"), Alike(1, 3), 2, per_rank=None, count=lambda batch: 5, weigh=None)
     found = [next(pieces) for _ in range(5)]
-    assert [(p.batch, p.m, p.index, p.first, p.last, p.weight, p.absent) for p in found] == [
-        ("a", 7, 0, True, False, 5, False),
-        ("b", 10, 1, False, True, 5, False),
-        ("c", 13, 2, True, True, 5, False),
-        (NO_BATCH, 19, 4, True, True, 0, True),
-        (NO_BATCH, 25, 6, True, True, 0, True),
+    assert [(p.batch, p.index, p.index == p.window.begin, p.last, p.weight) for p in found] == [
+        ("a", 0, True, False, 5),
+        ("b", 1, False, True, 5),
+        ("c", 2, True, True, 5),
+        (NO_BATCH, 4, True, True, 0),
+        (NO_BATCH, 6, True, True, 0),
     ]
-    assert len(list(collected(iter("abc"), Alike(1, 3), 2, 6, per_rank=5, count=len, weigh=None))) == 4, "three windows"
+    assert len(list(collected(iter("abc"), Alike(1, 3), 2, per_rank=5, count=len, weigh=None))) == 4, "three windows"
 
 
 @pytest.mark.parametrize(
@@ -127,22 +128,22 @@ def test_what_is_collected() -> None:
 )
 def test_what_others_have(other: list[float], expected: tuple[float, int, bool]) -> None:
     """Total, micro-batches per rank, and whether they are uneven, after an exchange with another rank."""
-    shared, world = SharedWindow(4.0, 2, False, agreed=False), Telling([other])
+    window, world = Window(0, 4.0, 2, False, agreed=False), Telling([other])
     for _ in range(2):
-        shared.agree(world)  # exchanges only once
-    assert (shared.total, shared.per_rank, shared.uneven) == expected
-    assert isinstance(shared.per_rank, int)
+        window.agree(world)  # exchanges only once
+    assert (window.total, window.per_rank, window.uneven) == expected
+    assert isinstance(window.per_rank, int)
 
 
-def test_a_micro_batch_of_a_shared_window() -> None:
-    shared = SharedWindow(8.0, 2, True, agreed=True, weights=[6.0, 2.0])
-    micro = shared.micro_batch("a", MicroBatchKind.DATA, (4, 5), 2.0, True, ranks=2)
+def test_a_micro_batch_of_a_window_of_two_ranks() -> None:
+    window = Window(4, 8.0, 2, True, agreed=True, weights=[6.0, 2.0])
+    micro = window.micro_batch("a", MicroBatchKind.DATA, 5, 2.0, True, ranks=2)
     assert micro == ("a", 5, False, True, 0.5, MicroBatchKind.DATA, True, False, False, (4, 0.25, 0.25, 2.0, 2.0), 2.0)
-    assert shared.micro_batch("a", MicroBatchKind.DATA, (4, 4), 3.0, False, ranks=2).entry == (4, 0.75, 1.0, 1.0, 6.0)
+    assert window.micro_batch("a", MicroBatchKind.DATA, 4, 3.0, False, ranks=2).entry == (4, 0.75, 1.0, 1.0, 6.0)
 
 
 def test_a_padding_micro_batch_has_no_share() -> None:
-    shared = SharedWindow(8.0, 2, True, agreed=True)
-    micro = shared.micro_batch("a", MicroBatchKind.PADDING, (4, 5), 0.0, True, ranks=2)
+    window = Window(4, 8.0, 2, True, agreed=True)
+    micro = window.micro_batch("a", MicroBatchKind.PADDING, 5, 0.0, True, ranks=2)
     assert (micro.share, micro.empty, micro.entry) == (0.0, False, None)
-    assert SharedWindow(0.0, 1, False, agreed=True).micro_batch(1, MicroBatchKind.DATA, (0, 0), 0.0, True, 2).empty
+    assert Window(0, 0.0, 1, False, agreed=True).micro_batch(1, MicroBatchKind.DATA, 0, 0.0, True, 2).empty

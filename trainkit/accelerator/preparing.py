@@ -342,7 +342,7 @@ class PrepareVerbs:
             window=self.accumulation.size if window else None,
             world=strategy.data_world,
             ahead=strategy.ahead,
-            filled=batch_padding,
+            batch_padding=batch_padding,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._loaders.append(prepared)

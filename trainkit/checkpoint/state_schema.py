@@ -199,7 +199,7 @@ def _scheduler(value: Any, path: str) -> None:
 
 
 def _position(value: Any, path: str) -> None:
-    """The position of a loader; see `trainkit.data.loader.Positions.position`."""
+    """The position of a loader; see `trainkit.data.PreparedLoader.position`."""
     _AT(value, path)
     if value.get("splits"):
         for name in ("processes", "rank"):

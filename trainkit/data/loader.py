@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from math import gcd
 from typing import Any, Protocol
 
@@ -17,20 +16,17 @@ from trainkit.data.batches import BatchPadding, concatenated_groups, each_joined
 from trainkit.data.combined import CombinedLoader, batch_size_of
 from trainkit.data.stream import CombinedStream, Stream, open_stream
 from trainkit.data.stream_sharder import Resumption
-from trainkit.data.windows import Piece, SharedWindow, collected, planned, windows
+from trainkit.data.windows import Window, WindowPart, collected, planned
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, StateMismatchError
 from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.nested import batch_size, copied, move
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
-__all__ = ["Positions", "PreparedLoader", "Reader"]
+__all__ = ["PreparedLoader", "Reader"]
 
+_ONE_PROCESS = World()
 _REPLAY = ("last", "before", "origin")
-
-
-def _known(state: Any) -> bool:
-    return state[0] is not None or state[1] is not None
 
 
 class Reader(Protocol):
@@ -46,36 +42,351 @@ class Reader(Protocol):
         """Number of micro-batches of the epoch that belong to complete windows."""
 
 
-class Positions:
-    """The part of `trainkit.data.PreparedLoader` that records its position.
+class PreparedLoader:
+    """A loader that `Accelerator.prepare` returns: this rank's batches of one epoch per iteration, on the device.
 
-    An index counts the micro-batches of one rank. A position counts samples and the micro-batches of all ranks, so that a run
-    on another number of processes can resume from it.
+    The generators are seeded for each batch. Iterating starts the next epoch, or the one given to `set_epoch`. Attributes
+    that it does not define are those of the user's loader: `len(prepared.dataset)` works.
+
+    Rank r of W has micro-batches r, r + W, … of the epoch. A process with several devices has one micro-batch for each,
+    joined in one batch. Lengths, limits and the arguments of `iterate` count per rank, so they are the same on all ranks: an
+    *index* is the number of a micro-batch of one rank. A *position* in a checkpoint counts samples and the micro-batches of
+    all ranks, so that a run on another number of processes can resume from it.
+
+    Args:
+        source: A `DataLoader`, a `CombinedLoader`, or any iterable of batches.
+        seed: The seed of the run.
+        device: The device of the batches.
+        stage: The stage, which random keys depend on.
+        index: The loader's number in its stage.
+        generators: The device's generators, seeded with the CPU's.
+        window: Number of micro-batches in an accumulation window; `None` for evaluation.
+        limit: Largest number of micro-batches in an epoch, for each rank.
+        weigh: The user's `batch_weight`.
+        transfer: `transfer(batch, m)` puts a batch on the device; the default moves every tensor in it.
+        finish: Applied to a batch on the device after the generators are seeded for it.
+        sequential: Do not shuffle.
+        world: The processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
+        ahead: `ahead(items, load, start)` yields the items, each from `load(item, number)`, and may load some before they
+            are needed; `load` is `None` if it would only move the tensors. Default: what suits the device.
+        batch_padding: Pads short batches to the size of the others.
+        pads: Where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the
+            first of the epoch). Otherwise yield one of kind `NONE` if this rank has none in a whole window.
+        reader: Your own training loop, which iterates over this object.
 
     Attributes:
-        exhausted: your own training loop has read the epoch to its end.
-        last_position: the position in a checkpoint that was loaded, and its `start_of` (`None`: inside a micro-batch), until
+        limit: As above; may be changed between epochs.
+        micro_limit: The largest number of micro-batches of all processes in an epoch.
+        pads: As above; may be changed between epochs.
+        window: As above; may be changed between epochs.
+        limits: Called to set `limit` and `micro_limit` again when a length has changed, at the start of an epoch.
+        length_changes: An epoch has had another length than the one before.
+        given_source: The user's object, if `source` was made from it.
+        given: Micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
+        exhausted: Your own training loop has read the epoch to its end.
+        last_position: The position in a checkpoint that was loaded, and its `start_of` (`None`: inside a micro-batch), until
             this loader is read: it begins the epoch at its beginning, unless `resume_at` is called.
+
+    Raises:
+        DataError: The source cannot be read, or differs between processes.
     """
 
-    source: Any
-    limit: int | None
-    micro_limit: int | None
-    given: int
-    _world: World
-    _stream: Stream
-    _reader: Reader | None
-    _window_start: int  # index of the first micro-batch in the window of the last one yielded
-    _inside_window: bool = False  # it is not the last of its window
-    _seed: int
-    _stage: int
-    _epoch: int
-    _next_epoch: int
-    _next_start: int
-    _begun: bool
-    _resumed: tuple[int, int, int]
-    exhausted: bool = False
-    last_position: tuple[Mapping[str, Any], int | None] | None = None
+    def __init__(
+        self,
+        source: Any,
+        *,
+        seed: int,
+        device: torch.device,
+        stage: Stage = Stage.TRAIN,
+        index: int = 0,
+        generators: tuple[torch.Generator, ...] = (),
+        window: int | None = None,
+        limit: int | None = None,
+        weigh: Callable[[Any], float] | None = None,
+        transfer: Callable[[Any, int], Any] | None = None,
+        finish: Callable[[Any], Any] | None = None,
+        sequential: bool = False,
+        world: World = _ONE_PROCESS,
+        ahead: Callable[..., Iterator[Any]] | None = None,
+        batch_padding: BatchPadding | None = None,
+        pads: bool = False,
+        reader: Reader | None = None,
+    ) -> None:
+        self.source = source
+        self.pads = pads
+        self._world, self._reader = world, reader
+        self._seed, self._stage = seed, stage.of_loader(index)
+        self._device, self.generators = device, generators
+        self.window = window
+        self._weigh = weigh
+        self._ahead = partial(to_device, device=device) if ahead is None and device.type == "cuda" else ahead
+        self._moves, self._moves_ahead = transfer is None, ahead is not None
+        self._transfer = self._move if transfer is None else transfer
+        self._finish = finish
+        if isinstance(source, CombinedLoader):
+            self._stream: Stream = CombinedStream(source, seed, stage, index, device, sequential, world)
+            self._count: Callable[[Any], int] = source.count
+            self._join = joined if source.mode == "sequential" else each_joined
+        else:
+            self._count, self._join = batch_size, joined
+            self._stream = open_stream(source, seed, self._stage, device, sequential, world)
+        self._batch_padding = batch_padding
+        self.given_source = source
+        self.limit = limit
+        self.micro_limit: int | None = None
+        self.limits: Callable[[], None] | None = None
+        self.length_changes = False
+        self._epoch = 0
+        self._next_epoch = 0
+        self._next_start = 0
+        self._begun = False  # your own training loop has begun to read the epoch
+        self.exhausted = False
+        self.last_position: tuple[Mapping[str, Any], int | None] | None = None
+        self.given = 0
+        self._window_start: int | None = None  # index of the first micro-batch of a window whose last was not yielded yet
+        self._resumed = (-1, 0, 0)  # epoch, index in it, and the micro-batch of all ranks at that index
+        self._last: Any = NO_BATCH  # the last batch, where padding may need it
+        for history in self._stream.histories:
+            if window is None:
+                history.stop()  # an evaluation always starts from the beginning
+            else:
+                history.keep((4 + 2 * window) * world.devices)  # the current window, and the next one fetched in advance
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "source":  # not set yet: an object that is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    @property
+    def weighs(self) -> bool:
+        """Whether the user defines the weight of a batch."""
+        return self._weigh is not None
+
+    def __len__(self) -> int:
+        length = self.length
+        if length is None:
+            raise TypeError(f"{type(self.source).__name__} has no length")
+        return length
+
+    @property
+    def samples(self) -> int | None:
+        """The number of real samples in the last batch, if it may have been padded; otherwise `None`."""
+        return None if self._batch_padding is None else self._batch_padding.samples
+
+    @property
+    def sample_mask(self) -> Tensor:
+        """Which samples of the last batch are real, if short ones are padded: bool, [batch]."""
+        if self._batch_padding is None:
+            raise DataError(
+                "sample_mask: the batches of this loader are not padded. To pad them: XLAStrategy(pad_last_batch=True)."
+            )
+        return self._batch_padding.mask()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._reader is None:
+            return (micro.batch for micro in self.next_epoch())
+        return self._reader.read(self, self.next_epoch(self._reader.open_window()))
+
+    def next_epoch(self, taken: int = 0) -> Iterator[MicroBatch]:
+        """Return the micro-batches of the next epoch; `taken` as in `iterate`."""
+        epoch, start = self._next_epoch, self._next_start
+        self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
+        self.exhausted, self.last_position = False, None
+        return self.iterate(epoch, start, taken)
+
+    def iterate(self, epoch: int, start: int = 0, taken: int = 0) -> Iterator[MicroBatch]:
+        """The micro-batches of an epoch; nothing before `start` is fetched from a map-style dataset.
+
+        Args:
+            epoch: Its number.
+            start: Index of the first micro-batch to yield.
+            taken: In your own training loop, micro-batches in a window that was left open and that this epoch completes.
+        """
+        if self._stream.measure(epoch):
+            self.length_changes = True
+            if self.limits is not None:
+                self.limits()
+        self._epoch = epoch
+        self._note(start, start, last=True)
+        if self._resumed[0] == epoch and start < self._resumed[1]:
+            self._resumed = (-1, 0, 0)  # the epoch starts again
+        world, begin = self._world, self._micro_batch(epoch, start)
+        batches: Iterator[Any] = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
+        if world.devices > 1:
+            batches = concatenated_groups(batches, world.devices, self._join)
+        keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)
+        padding = self._batch_padding if world.size == 1 else None
+        window = self.window
+        if window is None or (window == 1 and self._weigh is None and world.size == 1 and not taken):
+            if padding is not None:
+                batches = map(padding.fill, batches)
+            micro_batches = self._one_by_one(batches, start, begin + world.rank, keys)
+        else:
+            parts = self._window_parts(window, batches, start, begin, taken)
+            if padding is not None:
+                fill = padding.fill
+                parts = (part._replace(batch=fill(part.batch)) for part in parts)
+            micro_batches = self._in_windows(parts, start, begin + world.rank, keys)
+        return micro_batches if padding is None or window is None else padding.watched(micro_batches)
+
+    def _one_by_one(self, batches: Iterator[Any], start: int, first: int, keys: KeyStream) -> Iterator[MicroBatch]:
+        """Each micro-batch is a window of its own, about which ranks need not agree: an evaluation, or one rank.
+
+        Args:
+            batches: On the CPU.
+            start: Index of the first one.
+            first: Its number among the micro-batches of all ranks.
+            keys: The keys of the random numbers of the forward, by this number.
+        """
+        device, generators, finish, width = self._device, self.generators, self._finish, self._world.width
+        one_rank, moves = self._world.size == 1, self._moves
+        transfer: Callable[[Any, int], Any] | None = self._transfer
+        if self._ahead is not None:
+            load = self._loads(lambda batch, place: self._transfer(batch, first + place * width))
+            batches, moves, transfer = self._ahead(batches, load, start=0), False, None
+        for place, batch in enumerate(batches):
+            number = first + place * width
+            if moves:
+                batch = move(batch, device)  # instead of self._transfer, which is one more call in each step
+            elif transfer is not None:
+                batch = transfer(batch, number)
+            seed_generators(keys(number), generators)
+            if finish is not None:
+                batch = finish(batch)
+            if one_rank:
+                self.given = start + place + 1
+            elif self.pads:
+                self._last = copied(batch)
+            yield MicroBatch(batch, start + place, True, True, 1.0)
+
+    def _window_parts(self, window: int, batches: Iterator[Any], start: int, begin: int, taken: int) -> Iterator[WindowPart]:
+        """The batches, on the CPU, with their places in windows of `window`; `begin` is the micro-batch of all ranks there."""
+        sizes, length, world = self._stream.sizes, self.micro_batches, self._world
+        # your own training loop may enter a window in the middle, or complete one that it left
+        entries = self._reader is not None and (world.size == 1 or window > 1 or taken > 0)
+        if self._weigh is None and sizes is not None and length is not None:
+            if length != self._stream.length:
+                sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
+            if world.devices > 1:  # a joined batch counts as one micro-batch
+                sizes = (sizes[0] * world.devices, (length - begin - 1) % world.devices * sizes[0] + sizes[1])
+                begin, length = start, start - (begin - length) // world.devices
+            return planned(batches, world, window, begin, length, sizes, index=start, taken=taken, entries=entries)
+        left = None
+        if world.size > 1 and self.exact and self.length is not None:
+            left = max(0, self.length - start)
+        return collected(
+            batches,
+            world,
+            window,
+            per_rank=left,
+            count=self._count,
+            weigh=self._weigh,
+            index=start,
+            taken=taken,
+            entries=entries,
+            digest=self._stream_digest,
+        )
+
+    def _in_windows(self, parts: Iterator[WindowPart], start: int, first: int, keys: KeyStream) -> Iterator[MicroBatch]:
+        """The micro-batches in windows of all ranks, with padding where only others have one; arguments: see `_one_by_one`."""
+        ranks, width, ahead = self._world.size, self._world.width, self._ahead is not None
+        without_data = MicroBatchKind.PADDING if self.pads else MicroBatchKind.NONE
+
+        def load(part: WindowPart, _: int) -> WindowPart:
+            if part.batch is NO_BATCH:
+                return part
+            return part._replace(batch=self._transfer(part.batch, first + (part.index - start) * width))
+
+        if self._ahead is not None:
+            parts = self._ahead(parts, self._loads(load), start=0)
+        for batch, index, ends, weight, window in parts:
+            if not window.agreed and not self._agree(window):
+                break
+            begin, end, kind = window.begin, window.begin + window.per_rank, MicroBatchKind.DATA
+            # with padding, all ranks have the same number: users gather at each micro-batch, and so does a sharded forward
+            later = range(index + 1, end) if ends else range(0)
+            last = ends and not (later and self.pads)
+            self._note(begin, end if last else index + 1, last)
+            number = first + (index - start) * width
+            if not ahead and batch is not NO_BATCH:
+                batch = self._transfer(batch, number)
+            seed_generators(keys(number), self.generators)
+            if batch is NO_BATCH:
+                batch, kind = self._batch_without_data(), without_data
+            elif self._finish is not None:
+                batch = self._finish(batch)
+            if ranks > 1 and self.pads:
+                self._last = copied(batch)
+            yield window.micro_batch(batch, kind, index, weight, last, ranks)
+            # your own training loop may step after each micro-batch, so it decides whether to run those without data
+            for index in later if self.pads or self._reader is not None else ():
+                last = index == end - 1
+                self._note(begin, index + 1, last)
+                seed_generators(keys(first + (index - start) * width), self.generators)
+                yield window.micro_batch(self._batch_without_data(), without_data, index, 0.0, last, ranks)
+
+    def _note(self, begin: int, given: int, last: bool) -> None:
+        """Record the position for a checkpoint: that before the window that begins at `begin`, until its last micro-batch."""
+        self.given, self._window_start = given, None if last else begin
+
+    def _agree(self, window: Window) -> bool:
+        """Exchange what all ranks know of a window; returns whether it has micro-batches, or else the epoch has ended."""
+        if not window.agree(self._world):
+            raise self._stream.sharders[0].different_streams()
+        if window.per_rank == 0 and self._stream.splits:  # otherwise each window has been compared
+            self.end_epoch()
+        return window.per_rank > 0
+
+    def _batch_without_data(self) -> Any:
+        return self.padding() if self.pads else NO_BATCH
+
+    def _stream_digest(self) -> int | None:
+        """What is equal on all ranks that have read the same of a stream; `None`: it need not be equal."""
+        return next((sharder.chain for sharder in self._stream.sharders), None)
+
+    def _move(self, batch: Any, number: int) -> Any:
+        return move(batch, self._device, non_blocking=self._device.type == "cuda")
+
+    def _loads(self, load: Callable[[Any, int], Any]) -> Callable[[Any, int], Any] | None:
+        """What `ahead` gets: `None` if all it has to do is to move tensors."""
+        return None if self._moves and self._moves_ahead else load
+
+    def why_empty(self) -> str:
+        """Why an epoch of length 0 has no batch."""
+        samples = self._stream.samples
+        if not samples:
+            return "its dataset is empty"
+        size = getattr(self.source, "batch_size", None)
+        return f"its {samples} samples do not fill one batch of {size}, and drop_last=True drops the rest"
+
+    def end_epoch(self) -> None:
+        """Compare what the ranks have read of streams, when all have read an epoch to its end. Collective."""
+        for sharder in self._stream.sharders:
+            sharder.end_epoch()
+
+    def padding(self) -> Any:
+        """A batch for a padding micro-batch: this rank's last one again, or the first of the epoch.
+
+        Raises:
+            DataError: This process has no batch at all.
+        """
+        if self._last is not NO_BATCH:
+            return copied(self._last)
+        batch = self._stream.spare(self._epoch)
+        if batch is None:
+            raise DataError(
+                f"rank {self._world.rank} has no batch at all, so it cannot take part in the steps of the other ranks. "
+                "Give every process some of the data."
+            )
+        batch = self._transfer(batch, 0)
+        seed_generators(KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(0), self.generators)
+        return batch if self._finish is None else self._finish(batch)
+
+    def close(self) -> None:
+        """End the processes of persistent workers."""
+        self._stream.close()
+
+    # ------------------------------------------------------------------------------------------------------- its length
 
     @property
     def micro_batches(self) -> int | None:
@@ -136,6 +447,8 @@ class Positions:
         """The current epoch, or the last one."""
         return self._epoch
 
+    # ----------------------------------------------------------------------------------------------------- its position
+
     def set_epoch(self, epoch: int) -> None:
         """The next iteration yields this epoch, from its first batch unless a checkpoint was loaded in the middle of it."""
         if epoch != self._next_epoch:
@@ -159,7 +472,7 @@ class Positions:
         done = self.given
         if self._reader is not None:
             done = self._reader.completed(self)
-        elif self._inside_window:
+        elif self._window_start is not None:
             done = self._window_start
         # the length may only be known at the end of the epoch
         if (self.exhausted and done == self.given) or (done and done == self.length):
@@ -239,7 +552,7 @@ class Positions:
             return position
         states = self._world.exchange_state([position["iterable"], position.get("replay")])
         # if all processes read the same stream, one state is enough
-        iterable, replay = zip(*(states if self._stream.splits else [max(states, key=_known)]), strict=True)
+        iterable, replay = zip(*(states if self._stream.splits else [max(states, key=_has_state)]), strict=True)
         kept = {"iterable": list(iterable), "replay": list(replay)}
         if not self._stream.splits:
             kept = {"iterable": iterable[0], "replay": replay[0]}
@@ -314,421 +627,5 @@ class Positions:
         return index * self._world.width
 
 
-_ONE_PROCESS = World()
-
-
-class PreparedLoader(Positions):
-    """A loader that `Accelerator.prepare` returns: this rank's batches of one epoch per iteration, on the device.
-
-    The generators are seeded for each batch. Iterating starts the next epoch, or the one given to `set_epoch`. Attributes
-    that it does not define are those of the user's loader: `len(prepared.dataset)` works.
-
-    Rank r of W has micro-batches r, r + W, … of the epoch. A process with several devices has one micro-batch for each,
-    joined in one batch. Lengths, limits and the arguments of `iterate` count per rank, so they are the same on all ranks;
-    positions in checkpoints count the micro-batches of all ranks.
-
-    Args:
-        source: A `DataLoader`, a `CombinedLoader`, or any iterable of batches.
-        seed: The seed of the run.
-        device: The device of the batches.
-        stage: The stage, which random keys depend on.
-        index: The loader's number in its stage.
-        generators: The device's generators, seeded with the CPU's.
-        window: Number of micro-batches in an accumulation window; `None` for evaluation.
-        limit: Largest number of micro-batches in an epoch, for each rank.
-        weigh: The user's `batch_weight`.
-        transfer: `transfer(batch, m)` puts a batch on the device; the default moves every tensor in it.
-        finish: Applied to a batch on the device after the generators are seeded for it.
-        sequential: Do not shuffle.
-        world: The processes over which the epoch is sharded; all of them make and read the same loaders in the same order.
-        ahead: `ahead(items, load, start)` yields the items, each from `load(item, number)`, and may load some before they
-            are needed; `load` is `None` if it would only move the tensors. Default: what suits the device.
-        filled: Pads short batches to the size of the others.
-        pads: Where only other ranks have a micro-batch, yield a padding micro-batch (this rank's last one again, or the
-            first of the epoch). Otherwise yield one of kind `NONE` if this rank has none in a whole window.
-        reader: Your own training loop, which iterates over this object.
-
-    Attributes:
-        limit: As above; may be changed between epochs.
-        micro_limit: The largest number of micro-batches of all processes in an epoch.
-        pads: As above; may be changed between epochs.
-        window: As above; may be changed between epochs.
-        limits: Called to set `limit` and `micro_limit` again when a length has changed, at the start of an epoch.
-        length_changes: An epoch has had another length than the one before.
-        given_source: The user's object, if `source` was made from it.
-        given: Micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
-
-    Raises:
-        DataError: The source cannot be read, or differs between processes.
-    """
-
-    def __init__(
-        self,
-        source: Any,
-        *,
-        seed: int,
-        device: torch.device,
-        stage: Stage = Stage.TRAIN,
-        index: int = 0,
-        generators: tuple[torch.Generator, ...] = (),
-        window: int | None = None,
-        limit: int | None = None,
-        weigh: Callable[[Any], float] | None = None,
-        transfer: Callable[[Any, int], Any] | None = None,
-        finish: Callable[[Any], Any] | None = None,
-        sequential: bool = False,
-        world: World = _ONE_PROCESS,
-        ahead: Callable[..., Iterator[Any]] | None = None,
-        filled: BatchPadding | None = None,
-        pads: bool = False,
-        reader: Reader | None = None,
-    ) -> None:
-        self.source = source
-        self._world, self.pads, self._reader = world, pads, reader
-        self._seed, self._stage = seed, stage.of_loader(index)
-        self._device, self.generators = device, generators
-        self.window = window
-        self._weigh = weigh
-        self._non_blocking = device.type == "cuda"
-        self._ahead = partial(to_device, device=device) if ahead is None and device.type == "cuda" else ahead
-        self._moves, self._moves_ahead = transfer is None, ahead is not None
-        self._transfer = self._move if transfer is None else transfer
-        self._finish = finish
-        if isinstance(source, CombinedLoader):
-            self._stream: Stream = CombinedStream(source, seed, stage, index, device, sequential, world)
-            self._count: Callable[[Any], int] = source.count
-            self._join = joined if source.mode == "sequential" else each_joined
-        else:
-            self._count, self._join = batch_size, joined
-            self._stream = open_stream(source, seed, self._stage, device, sequential, world)
-        self._filled, self.given_source = filled, source
-        self.limit = limit
-        self.micro_limit: int | None = None
-        self.limits: Callable[[], None] | None = None
-        self.length_changes = False
-        self._epoch = 0
-        self._next_epoch = 0
-        self._next_start = 0
-        self._begun = False  # the epoch, by an own loop
-        self.given = 0
-        self._resumed = (-1, 0, 0)  # epoch, index in it, and the micro-batch of all ranks there
-        self._last: Any = NO_BATCH  # the last batch, where padding may need it
-        for history in self._stream.histories:
-            if window is None:
-                history.stop()  # an evaluation always starts from the beginning
-            else:
-                history.keep((4 + 2 * window) * world.devices)  # the current window, and the next one fetched in advance
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "source":  # not set yet: an object that is being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.source, name)
-
-    @property
-    def weighs(self) -> bool:
-        """Whether the user defines the weight of a batch."""
-        return self._weigh is not None
-
-    def __len__(self) -> int:
-        length = self.length
-        if length is None:
-            raise TypeError(f"{type(self.source).__name__} has no length")
-        return length
-
-    @property
-    def samples(self) -> int | None:
-        """The number of real samples in the last batch, if it may have been padded; otherwise `None`."""
-        return None if self._filled is None else self._filled.samples
-
-    @property
-    def sample_mask(self) -> Tensor:
-        """Which samples of the last batch are real, if short ones are padded: bool, [batch]."""
-        if self._filled is None:
-            raise DataError(
-                "sample_mask: the batches of this loader are not padded. To pad them: XLAStrategy(pad_last_batch=True)."
-            )
-        return self._filled.mask()
-
-    def __iter__(self) -> Iterator[Any]:
-        if self._reader is None:
-            return (micro.batch for micro in self.next_epoch())
-        return self._reader.read(self, self.next_epoch(self._reader.open_window()))
-
-    def next_epoch(self, taken: int = 0) -> Iterator[MicroBatch]:
-        """Return the micro-batches of the next epoch; `taken` as in `iterate`."""
-        epoch, start = self._next_epoch, self._next_start
-        self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
-        self.exhausted, self.last_position = False, None
-        return self.iterate(epoch, start, taken)
-
-    def iterate(self, epoch: int, start: int = 0, taken: int = 0) -> Iterator[MicroBatch]:
-        """The micro-batches of an epoch; nothing before `start` is fetched from a map-style dataset.
-
-        Args:
-            epoch: Its number.
-            start: Index of the first micro-batch to yield.
-            taken: In your own training loop, micro-batches in a window that was left open and that this epoch completes.
-        """
-        if self._stream.measure(epoch):
-            self.length_changes = True
-            if self.limits is not None:
-                self.limits()
-        self.given = self._window_start = start
-        self._inside_window = False
-        keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)
-        if self._world.size > 1:
-            return self._shared_by_processes(epoch, start, keys, taken)
-        if self._world.devices > 1:
-            return self._watched(self._concatenated(epoch, start, keys, taken))
-        return self._watched(self._on_one_device(epoch, start, keys, taken))
-
-    def _on_one_device(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
-        raw = iter(self._stream.batches(epoch, start, self._end))
-        sizes, length = self._stream.sizes, self.length
-        if sizes is not None and length != self._stream.length:
-            sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
-        return self._of_one_process(raw, keys, start, sizes, self._transfer, taken)
-
-    def _of_one_process(
-        self,
-        raw: Iterator[Any],
-        keys: Callable[[int], int],
-        start: int,
-        sizes: tuple[int, int] | None,
-        transfer: Callable[[Any, int], Any],
-        taken: int,
-    ) -> Iterator[MicroBatch]:
-        filled, window = self._filled, self.window
-        if window is None or (window == 1 and self._weigh is None and not taken):
-            return self._one_by_one(raw if filled is None else map(filled.fill, raw), keys, start, transfer)
-        items = windows(
-            raw,
-            window,
-            count=self._count,
-            start=start,
-            length=self.length,
-            sizes=sizes,
-            weigh=self._weigh,
-            taken=taken,
-        )
-        if filled is not None:
-            items = (micro._replace(batch=filled.fill(micro.batch)) for micro in items)
-        return self._in_windows(items, keys, start, transfer)
-
-    def _watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        filled = self._filled
-        return micro_batches if filled is None or self.window is None else filled.watched(micro_batches)
-
-    def _concatenated(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
-        """An epoch in which each batch concatenates one micro-batch for each device of the process."""
-        self._begin_epoch(epoch, start)
-        devices, begin, end = self._world.devices, self._micro_batch(epoch, start), self.micro_batches
-        raw = concatenated_groups(iter(self._stream.batches(epoch, begin, self._end)), devices, self._join)
-        sizes = self._stream.sizes
-        if sizes is not None and end is not None:
-            last = sizes[1] if end == self._stream.length else sizes[0]
-            sizes = (sizes[0] * devices, (end - begin - 1) % devices * sizes[0] + last)
-
-        def first(index: int) -> int:
-            return begin + (index - start) * devices
-
-        def transfer(batch: Any, index: int) -> Any:
-            return self._transfer(batch, first(index))
-
-        return self._of_one_process(raw, lambda index: keys(first(index)), start, sizes, transfer, taken)
-
-    def _begin_epoch(self, epoch: int, start: int) -> None:
-        self._epoch = epoch
-        if self._resumed[0] == epoch and start < self._resumed[1]:
-            self._resumed = (-1, 0, 0)  # the epoch starts again
-
-    def _one_by_one(
-        self, raw: Iterator[Any], keys: Callable[[int], int], start: int, transfer: Callable[[Any, int], Any]
-    ) -> Iterator[MicroBatch]:
-        """Each micro-batch is one window."""
-        device, generators, finish, moves = self._device, self.generators, self._finish, self._moves
-        if self._ahead is not None:
-            raw, moves, transfer = self._ahead(raw, self._loads(transfer), start=start), False, _unchanged_batch
-        for m, batch in enumerate(raw, start):
-            # move instead of self._transfer, if that does nothing else: one call less in each step
-            batch = move(batch, device) if moves else transfer(batch, m)
-            seed_generators(keys(m), generators)
-            self.given = m + 1
-            yield MicroBatch(batch if finish is None else finish(batch), m, True, True, 1.0)
-
-    def _in_windows(
-        self,
-        items: Iterator[MicroBatch],
-        keys: Callable[[int], int],
-        start: int,
-        transfer: Callable[[Any, int], Any],
-    ) -> Iterator[MicroBatch]:
-        ahead, finish = self._ahead is not None, self._finish
-        if self._ahead is not None:
-            load = self._loads(lambda micro, m: micro._replace(batch=transfer(micro.batch, m)))
-            items = self._ahead(items, load, start=start)
-        for m, micro in enumerate(items, start):
-            batch = micro.batch if ahead else transfer(micro.batch, m)
-            self._note(micro.last, m if micro.first else self._window_start, m + 1)
-            seed_generators(keys(m), self.generators)
-            yield micro._replace(batch=batch if finish is None else finish(batch))
-
-    def _note(self, last: bool, begin: int, given: int) -> None:
-        """Record the position for a checkpoint."""
-        self._window_start, self._inside_window, self.given = begin, not last, given
-
-    def _shared_by_processes(self, epoch: int, start: int, keys: KeyStream, taken: int) -> Iterator[MicroBatch]:
-        """This process's part of an epoch."""
-        world = self._world
-        self._begin_epoch(epoch, start)
-        begin = self._micro_batch(epoch, start)
-        raw = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
-        if self.window is not None:
-            return self._in_shared_windows(self.window, raw, keys, start, begin, taken)
-        return self._evaluated(raw, keys, begin + world.rank, start)
-
-    def _evaluated(self, raw: Iterator[Any], keys: KeyStream, first: int, start: int) -> Iterator[MicroBatch]:
-        """The micro-batches of this process, in an evaluation."""
-        generators, finish, transfer, step = self.generators, self._finish, self._transfer, self._world.size
-        if self._ahead is not None:
-            raw = self._ahead(raw, self._loads(lambda batch, place: self._transfer(batch, first + place * step)), start=0)
-            transfer = _unchanged_batch
-        for index, (m, batch) in enumerate(zip(count(first, step), raw), start):
-            batch = transfer(batch, m)
-            seed_generators(keys(m), generators)
-            batch = batch if finish is None else finish(batch)
-            if self.pads:
-                self._last = copied(batch)
-            yield MicroBatch(batch, index, True, True, 1.0)
-
-    def _in_shared_windows(
-        self, window: int, raw: Iterator[Any], keys: KeyStream, start: int, begin: int, taken: int
-    ) -> Iterator[MicroBatch]:
-        """The micro-batches of this process in windows of all ranks, with padding where it has none."""
-        world, begun = self._world, start
-        without_data = MicroBatchKind.PADDING if self.pads else MicroBatchKind.NONE
-        items = self._pieces(window, raw, start, begin, taken)
-        if self._ahead is not None:
-            items = self._ahead(items, self._loads(lambda piece, _: self._transferred(piece)), start=0)
-        for piece in items:
-            shared = piece.shared
-            if not self._agree(shared):
-                break
-            index = start + piece.index
-            if piece.first:
-                begun = index
-            end = begun + shared.per_rank
-            # with padding, all ranks have the same number: users gather at each micro-batch, and so does a sharded forward
-            later = range(index + 1, end) if piece.last else range(0)
-            last = piece.last and not (later and self.pads)
-            kind = MicroBatchKind.DATA if not piece.absent else without_data
-            self._note(last, begun, end if last else index + 1)
-            batch = self._batch_of(piece, keys)
-            yield shared.micro_batch(batch, kind, (begun, index), piece.weight, last, world.size)
-            # your own training loop may step after each micro-batch, so it decides whether to run those without data
-            for index in later if self.pads or self._reader is not None else range(0):
-                place, final = (begun, index), index == end - 1
-                self._note(final, begun, index + 1)
-                seed_generators(keys(begin + (index - start) * world.size + world.rank), self.generators)
-                batch = self._batch_without_data()
-                yield shared.micro_batch(batch, without_data, place, 0.0, final, world.size)
-
-    def _agree(self, shared: SharedWindow) -> bool:
-        """Exchange what all ranks know of a window; returns whether it has micro-batches, or else the epoch has ended."""
-        if not shared.agree(self._world):
-            raise self.different_streams()
-        if shared.per_rank == 0 and self._stream.splits:  # otherwise each window has been compared
-            self.end_epoch()
-        return shared.per_rank > 0
-
-    def _batch_of(self, piece: Piece, keys: KeyStream) -> Any:
-        """The batch of a piece on the device, with the generators seeded for its forward."""
-        batch = piece.batch if self._ahead is not None else self._transferred(piece).batch
-        seed_generators(keys(piece.m), self.generators)
-        if piece.absent:
-            batch = self._batch_without_data()
-        elif self._finish is not None:
-            batch = self._finish(batch)
-        if self.pads:
-            self._last = copied(batch)
-        return batch
-
-    def _batch_without_data(self) -> Any:
-        return self.padding() if self.pads else NO_BATCH
-
-    def _pieces(self, size: int, raw: Iterator[Any], start: int, begin: int, left_open: int) -> Iterator[Piece]:
-        sizes, length, world = self._stream.sizes, self.micro_batches, self._world
-        taken = left_open if self._reader is not None and (size > 1 or left_open) else None
-        if self._weigh is None and sizes is not None and length is not None:
-            if length != self._stream.length:
-                sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
-            return planned(raw, world, size, begin, length, sizes, taken)
-        length = self.length if self.exact else None
-        left = None if length is None else max(0, length - start)
-        return collected(
-            raw,
-            world,
-            size,
-            begin,
-            per_rank=left,
-            count=self._count,
-            weigh=self._weigh,
-            taken=taken,
-            chain=self.chain,
-        )
-
-    def why_empty(self) -> str:
-        """Why an epoch of length 0 has no batch."""
-        samples = self._stream.samples
-        if not samples:
-            return "its dataset is empty"
-        size = getattr(self.source, "batch_size", None)
-        return f"its {samples} samples do not fill one batch of {size}, and drop_last=True drops the rest"
-
-    def chain(self) -> int | None:
-        """A number that is equal on all ranks after the same rows, as they read the same stream; `None`: it tells nothing."""
-        return next((sharder.chain for sharder in self._stream.sharders), None)
-
-    def different_streams(self) -> DataError:
-        """The error if the ranks have another `chain`."""
-        return self._stream.sharders[0].different_streams()
-
-    def end_epoch(self) -> None:
-        """Compare what the ranks have read of streams, when all have read an epoch to its end. Collective."""
-        for sharder in self._stream.sharders:
-            sharder.end_epoch()
-
-    def padding(self) -> Any:
-        """A batch for a padding micro-batch: this rank's last one again, or the first of the epoch.
-
-        Raises:
-            DataError: This process has no batch at all.
-        """
-        if self._last is not NO_BATCH:
-            return copied(self._last)
-        batch = self._stream.spare(self._epoch)
-        if batch is None:
-            raise DataError(
-                f"rank {self._world.rank} has no batch at all, so it cannot take part in the steps of the other ranks. "
-                "Give every process some of the data."
-            )
-        batch = self._transfer(batch, 0)
-        seed_generators(KeyStream(self._seed, self._stage, Purpose.FORWARD, self._epoch)(0), self.generators)
-        return batch if self._finish is None else self._finish(batch)
-
-    def close(self) -> None:
-        """End the processes of persistent workers."""
-        self._stream.close()
-
-    def _move(self, batch: Any, m: int) -> Any:
-        return move(batch, self._device, self._non_blocking)
-
-    def _transferred(self, piece: Piece) -> Piece:
-        return piece if piece.absent else piece._replace(batch=self._transfer(piece.batch, piece.m))
-
-    def _loads(self, load: Callable[[Any, int], Any]) -> Callable[[Any, int], Any] | None:
-        return None if self._moves and self._moves_ahead else load
-
-
-def _unchanged_batch(batch: Any, m: int) -> Any:
-    return batch
+def _has_state(position: Any) -> bool:
+    return position[0] is not None or position[1] is not None
