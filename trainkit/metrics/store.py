@@ -10,6 +10,7 @@ differences between them, and computes the same results, even if it had no batch
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,18 +18,81 @@ from torch import Tensor, nn
 
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.record import MetricInfo, Record, Scope, cadence
-from trainkit.metrics.reduce import FINGERPRINTS, check, described, fingerprint, groups
-from trainkit.metrics.results import MetricResults
-from trainkit.metrics.saved_metrics import adopt, capture, fill
-from trainkit.metrics.saved_objects import capture_objects, metric_objects, restore_objects
-from trainkit.metrics.sync import Ended, Key, agree_on_steps, end_epoch, end_objects, end_row, end_step
-from trainkit.metrics.torchmetrics import LoaderStates, overlap, reset
+from trainkit.metrics.metric_objects import LoaderStates, capture_objects, metric_objects, overlap, reset, restore_objects
+from trainkit.metrics.record import MetricInfo, Record, Scope, adopt, cadence, capture, fill, stored, unstored
+from trainkit.metrics.sync import (
+    FINGERPRINTS,
+    Ended,
+    Key,
+    agree_on_steps,
+    check,
+    described,
+    end_epoch,
+    end_objects,
+    end_row,
+    end_step,
+    fingerprint,
+    groups,
+)
 from trainkit.metrics.values import alike, is_metric_object, one_number, read, weight_of
 from trainkit.micro_batch import NO_BATCH
 from trainkit.nested import batch_size as size_of
 
-__all__ = ["MetricResults", "MetricStore", "Scope"]
+__all__ = ["MetricResults", "MetricStore", "Scope", "as_tensors"]
+
+
+@dataclass
+class MetricResults:
+    """The values of all stores of a run.
+
+    Attributes:
+        callback: values for monitors.
+        progress_bar: values in the progress bar.
+        logged: the latest values passed to the loggers.
+        evaluated: names in `callback` that an evaluation has computed. Training does not replace their values.
+    """
+
+    callback: dict[str, Any] = field(default_factory=dict)
+    progress_bar: dict[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
+    evaluated: set[str] = field(default_factory=set)
+
+    def add(self, values: Mapping[str, Any], *, evaluation: bool = False) -> None:
+        """Add values for monitors. If training and validation log the same name, the value of the validation is kept."""
+        if evaluation:
+            self.evaluated.update(values)
+            self.callback.update(values)
+        else:
+            self.callback.update((name, value) for name, value in values.items() if name not in self.evaluated)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and tensors by name, for a checkpoint."""
+        return {
+            "callback": {name: stored(value) for name, value in self.callback.items()},
+            "progress_bar": dict(self.progress_bar),
+            "logged": dict(self.logged),
+            "evaluated": sorted(self.evaluated),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
+        """Restore `state_dict` in place, as other objects refer to this one; tensors of a device go to `device`."""
+        callback = {name: unstored(value, device) for name, value in state["callback"].items()}
+        for mine, others in (
+            (self.callback, callback),
+            (self.progress_bar, state["progress_bar"]),
+            (self.logged, state["logged"]),
+        ):
+            mine.clear()
+            mine.update(others)
+        self.evaluated = set(state.get("evaluated", ()))  # absent from checkpoints of earlier versions
+
+
+def as_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The values as tensors: numbers as float64 tensors on the CPU, tensors on their device."""
+    with torch.inference_mode(False):  # so that a copy of an inference tensor is an ordinary tensor
+        tensors = {n: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for n, v in values.items()}
+        return {name: v.clone() if v.is_inference() else v for name, v in tensors.items()}
+
 
 _ONE_PROCESS = World()
 _EVALUATION = (Scope.EVAL_BATCH, Scope.EVAL_EPOCH)
@@ -423,7 +487,7 @@ class MetricStore:
 
         Args:
             module: a module with torchmetrics objects as attributes; those that have state are included, logged or not.
-            before: see `trainkit.metrics.saved_metrics.capture_objects`.
+            before: see `trainkit.metrics.metric_objects.capture_objects`.
         """
         objects = {} if module is None else capture_objects(module, before)
         # also those without updates, as a composition whose parts are updated

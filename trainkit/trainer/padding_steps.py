@@ -10,7 +10,7 @@ import torch
 
 from trainkit.console import notice
 from trainkit.errors import DataError
-from trainkit.metrics.saved_objects import metric_objects, object_state, set_state
+from trainkit.metrics.metric_objects import metric_objects, object_state, set_state
 from trainkit.metrics.store import MetricResults, MetricStore
 from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.nested import map_tensors

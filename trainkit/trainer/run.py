@@ -15,8 +15,7 @@ from trainkit.accelerator.compiled import CompiledModules
 from trainkit.errors import ConfigurationError, NotAvailableError
 from trainkit.hooks.table import HookTable
 from trainkit.loggers.logged_values import take_step
-from trainkit.metrics.results import MetricResults, as_tensors
-from trainkit.metrics.store import MetricStore
+from trainkit.metrics.store import MetricResults, MetricStore, as_tensors
 from trainkit.module.activation_checkpointing import (
     CheckpointedModules,
     checkpoint_activations,

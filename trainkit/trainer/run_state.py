@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainkit.metrics.merge import gather_states, merge_states
+from trainkit.metrics.sync import gather_states, merge_states
 from trainkit.state.hyper import stored, stored_attributes, stored_omegaconf
 from trainkit.state.parts import Parts
 from trainkit.state.plug_ins import keyed, logger_states, report_callbacks, restore_callbacks, restore_loggers, restoring

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError, HookError, MissingMethodError
-from trainkit.metrics.results import MetricResults
+from trainkit.metrics.store import MetricResults
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trainkit.console import warn
 from trainkit.errors import LossError, MissingMetricError
-from trainkit.metrics.saved_objects import count_updates
+from trainkit.metrics.metric_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.monitors import not_logged, validation_hint

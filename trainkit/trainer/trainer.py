@@ -24,7 +24,7 @@ from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
 from trainkit.loggers.starts_file import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
-from trainkit.metrics.results import as_tensors
+from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.torchmetrics import compact, computed, states_of
+from trainkit.metrics.metric_objects import compact, computed, states_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `"),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainkit.console import TrainkitWarning
 from trainkit.errors import MetricError
-from trainkit.metrics.saved_objects import capture_objects, count_updates, restore_objects
+from trainkit.metrics.metric_objects import capture_objects, count_updates, restore_objects
 from trainkit.metrics.store import MetricResults, Scope
 from trainkit.tagged_json.encode import dumps, loads
 

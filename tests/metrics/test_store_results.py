@@ -15,7 +15,7 @@ from helpers.runs.trainers import Memory, make_trainer
 from torch import Tensor
 
 from trainkit import Callback
-from trainkit.metrics.results import MetricResults, as_tensors
+from trainkit.metrics.store import MetricResults, as_tensors
 
 
 class Both(TinyModule):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
-from trainkit.metrics.merge import gather_states, merge_states
 from trainkit.metrics.store import MetricStore
+from trainkit.metrics.sync import gather_states, merge_states
 from trainkit.tagged_json.encode import dumps, loads
 
 State = dict[str, Any]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainkit.errors import MetricError
-from trainkit.metrics.reduce import apply, check, epoch_number, groups, step_number, values_of
+from trainkit.metrics.sync import apply, check, epoch_number, groups, step_number, values_of
 
 
 def told(name: str = "x", *, how: str = "mean", step: Any = None, epoch: Any = None, **other: Any) -> list[Any]:
