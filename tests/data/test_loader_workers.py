@@ -125,7 +125,7 @@ def test_a_context_of_the_users_is_kept(given: Any, kept: bool, monkeypatch: pyt
     monkeypatch.setattr(DataLoader, "_get_iterator", lambda self: iter(()))
     loader = DataLoader(Drawing(8), num_workers=1, multiprocessing_context=given)
     before = loader.multiprocessing_context
-    assert list(loader_workers.started(loader)) == []
+    assert list(loader_workers.start_iterator(loader)) == []
     assert (loader.multiprocessing_context is before) == kept
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainkit.data.windows import collected, planned
+from trainkit.data.windows import collect_windows, plan_windows
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.micro_batch import MicroBatch, MicroBatchKind
@@ -34,9 +34,9 @@ def windows(
     """The micro-batches of one rank that drives one device, as `PreparedLoader` yields them to your own training loop."""
     options: dict[str, Any] = {"index": start, "taken": taken, "entries": True}
     if weigh is None and sizes is not None and length is not None:
-        parts = planned(batches, World(), size, start, length, sizes, **options)
+        parts = plan_windows(batches, World(), size, start, length, sizes, **options)
     else:
-        parts = collected(batches, World(), size, per_rank=None, count=count, weigh=weigh, **options)
+        parts = collect_windows(batches, World(), size, per_rank=None, count=count, weigh=weigh, **options)
     for part in parts:
         yield part.window.micro_batch(part.batch, MicroBatchKind.DATA, part.index, part.weight, part.last, 1)
 

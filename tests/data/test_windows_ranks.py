@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.data.dealt import Alike
 
-from trainkit.data.windows import Window, WindowPart, collected, planned
+from trainkit.data.windows import Window, WindowPart, collect_windows, plan_windows
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.micro_batch import NO_BATCH, MicroBatchKind
@@ -35,7 +35,7 @@ def test_nothing() -> None:
 
 def test_what_is_planned() -> None:
     """3 ranks, windows of 2 micro-batches per rank, and 7 micro-batches in all: 6 of 4 samples and the last of 1."""
-    found = [list(planned(iter("abc"), Alike(rank, 3), 2, 0, 7, (4, 1))) for rank in range(3)]
+    found = [list(plan_windows(iter("abc"), Alike(rank, 3), 2, 0, 7, (4, 1))) for rank in range(3)]
     assert [[(p.batch, p.index, p.index == p.window.begin, p.last, p.weight) for p in own] for own in found] == [
         [("a", 0, True, False, 4), ("b", 1, False, True, 4), ("c", 2, True, True, 1)],
         [("a", 0, True, False, 4), ("b", 1, False, True, 4), (NO_BATCH, 2, True, True, 0)],
@@ -47,7 +47,7 @@ def test_what_is_planned() -> None:
 
 def test_a_window_that_begins_with_a_row_that_is_not_full() -> None:
     """2 ranks start at micro-batch 2 of 5, in a window of 2 per rank: rank 0 has two of the other three, rank 1 has one."""
-    found = [list(planned(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
+    found = [list(plan_windows(iter("ab"), Alike(rank, 2), 2, 2, 5, (4, 4))) for rank in range(2)]
     assert [[(p.index, p.last) for p in own] for own in found] == [[(0, False), (1, True)], [(0, True)]]
     assert found[0][0].window.uneven
 
@@ -72,10 +72,10 @@ def test_rows_of_an_own_loop(way: str) -> None:
     for rank in range(2):
         sizes = [4, 4, 4] if rank == 0 else [4, 4, 2]
         if way == "planned":
-            pieces = list(planned(iter(sizes), Alike(rank, 2), 3, 0, 6, (4, 2), taken=2, entries=True))
+            pieces = list(plan_windows(iter(sizes), Alike(rank, 2), 3, 0, 6, (4, 2), taken=2, entries=True))
         else:
             pieces = list(
-                collected(
+                collect_windows(
                     iter(sizes), Alike(rank, 2), 3, per_rank=3, count=lambda size: size, weigh=None, taken=2, entries=True
                 )
             )
@@ -102,7 +102,7 @@ def test_a_window_that_weighs_nothing() -> None:
 
 
 def test_a_loader_that_ends_too_early() -> None:
-    pieces = planned(iter("a"), Alike(1, 2), 1, 0, 4, (4, 4))
+    pieces = plan_windows(iter("a"), Alike(1, 2), 1, 0, 4, (4, 4))
     assert next(pieces).batch == "a"
     with pytest.raises(DataError, match="ended before micro-batch 3 of 4"):
         next(pieces)
@@ -110,7 +110,7 @@ def test_a_loader_that_ends_too_early() -> None:
 
 def test_what_is_collected() -> None:
     """Rank 1 of 3 reads 3 batches, so its first window has 2 and the next has 1; then it only takes part with `NO_BATCH`."""
-    pieces = collected(iter("abc"), Alike(1, 3), 2, per_rank=None, count=lambda batch: 5, weigh=None)
+    pieces = collect_windows(iter("abc"), Alike(1, 3), 2, per_rank=None, count=lambda batch: 5, weigh=None)
     found = [next(pieces) for _ in range(5)]
     assert [(p.batch, p.index, p.index == p.window.begin, p.last, p.weight) for p in found] == [
         ("a", 0, True, False, 5),
@@ -119,7 +119,7 @@ def test_what_is_collected() -> None:
         (NO_BATCH, 4, True, True, 0),
         (NO_BATCH, 6, True, True, 0),
     ]
-    assert len(list(collected(iter("abc"), Alike(1, 3), 2, per_rank=5, count=len, weigh=None))) == 4, "three windows"
+    assert len(list(collect_windows(iter("abc"), Alike(1, 3), 2, per_rank=5, count=len, weigh=None))) == 4, "three windows"
 
 
 @pytest.mark.parametrize(

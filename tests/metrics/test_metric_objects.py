@@ -40,7 +40,7 @@ class AllKinds(torchmetrics.Metric):
         self.add_state("smallest", torch.tensor(9.0), dist_reduce_fx="min")
         self.add_state("whole", torch.tensor(0), dist_reduce_fx="sum")
         self.add_state("pairs", [], dist_reduce_fx=None)
-        self.add_state("own", torch.tensor(0.0), dist_reduce_fx=lambda stacked: stacked.sum(0))
+        self.add_state("own", torch.tensor(0.0), dist_reduce_fx=lambda stack: stack.sum(0))
         self.add_state("own_list", [], dist_reduce_fx=sum)
 
     def update(self, values: Tensor) -> None:

@@ -21,7 +21,7 @@ from trainkit.errors import DataError, ModuleError
 from trainkit.micro_batch import MicroBatch
 from trainkit.nested import batch_size, leaves, rebuild
 
-__all__ = ["SMALL", "BatchPadding", "concatenated_groups", "each_joined", "joined", "one_ahead", "padded", "to_device"]
+__all__ = ["SMALL", "BatchPadding", "concatenate", "concatenate_each", "concatenate_groups", "one_ahead", "pad", "to_device"]
 
 
 class BatchPadding:
@@ -62,13 +62,13 @@ class BatchPadding:
         """The batch, padded to full size."""
         samples = batch_size(batch)
         self._counts.append(samples)
-        return batch if samples >= self.size else padded(batch, samples, self.size)
+        return batch if samples >= self.size else pad(batch, samples, self.size)
 
     def note_backward(self) -> None:
         """Record that a loss of the current batch had a backward pass."""
         self.trained = True
 
-    def watched(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    def watch(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """The micro-batches as the loop trains on them, in the order in which they were padded.
 
         Raises:
@@ -94,28 +94,28 @@ class BatchPadding:
         return self._masks[self.samples]
 
 
-def concatenated_groups(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:
+def concatenate_groups(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:
     """Concatenate every `devices` batches; the last group may have fewer."""
     while parts := list(islice(batches, devices)):
         yield parts[0] if len(parts) == 1 else join(parts)
 
 
-def each_joined(parts: Sequence[Any]) -> Any:
-    """`joined` for batches of several loaders, each with its own number of samples."""
-    return _rebuilt(parts, joined)
+def concatenate_each(parts: Sequence[Any]) -> Any:
+    """`concatenate` for batches of several loaders, each with its own number of samples."""
+    return _rebuild_from(parts, concatenate)
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def concatenate(parts: Sequence[Any]) -> Any:
     """Concatenate batches of the same structure.
 
     Raises:
         DataError: they cannot be concatenated.
     """
     sizes = [batch_size(part) for part in parts]
-    return _joined(parts, sizes)
+    return _concatenate_items(parts, sizes)
 
 
-def padded(batch: Any, samples: int, wanted: int) -> Any:
+def pad(batch: Any, samples: int, wanted: int) -> Any:
     """A batch of `samples` padded to `wanted` samples with its last sample.
 
     Raises:
@@ -128,10 +128,10 @@ def padded(batch: Any, samples: int, wanted: int) -> Any:
         return torch.cat([batch, batch[-1:].expand(wanted - samples, *batch.shape[1:])])
     if _is_list_of_samples(batch, samples):
         return type(batch)([*batch, *[batch[-1]] * (wanted - samples)])
-    return rebuild(batch, lambda item: padded(item, samples, wanted))
+    return rebuild(batch, lambda item: pad(item, samples, wanted))
 
 
-def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def _concatenate_items(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     first = parts[0]
     if any(type(part) is not type(first) for part in parts):
         kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
@@ -142,20 +142,20 @@ def _joined(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, Tensor) and first.ndim:
         for part, size in zip(parts, sizes, strict=True):
             _check_samples(part, size)
-        return _concatenated(parts)
+        return _concatenate_tensors(parts)
     if all(_is_list_of_samples(part, size) for part, size in zip(parts, sizes, strict=True)):
         return type(first)(chain.from_iterable(parts))
     if isinstance(first, Mapping | list | tuple) or (dataclasses.is_dataclass(first) and not isinstance(first, type)):
-        return _rebuilt(parts, lambda items: _joined(items, sizes))
+        return _rebuild_from(parts, lambda items: _concatenate_items(items, sizes))
     if all(_equal(first, part) for part in parts[1:]):
         return first
     raise DataError(
-        f"micro-batches of one epoch cannot be concatenated: each has its own {_shown(first)}, which cannot be combined. "
+        f"micro-batches of one epoch cannot be concatenated: each has its own {_preview(first)}, which cannot be combined. "
         "Return one value for each sample, in a tensor or list as long as the batch, or compute it in the step."
     )
 
 
-def _rebuilt(parts: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+def _rebuild_from(parts: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
     """A container like the first, each item joined with the items at the same position in the others."""
     columns = zip(*(_items(part, parts[0]) for part in parts), strict=True)
     return rebuild(parts[0], lambda _: join(next(columns)))
@@ -178,7 +178,7 @@ def _items(part: Any, like: Any) -> list[Any]:
     return [getattr(part, name) for name in names]
 
 
-def _concatenated(parts: Sequence[Any]) -> Tensor:
+def _concatenate_tensors(parts: Sequence[Any]) -> Tensor:
     try:
         return torch.cat(list(parts))
     except RuntimeError as error:
@@ -213,7 +213,7 @@ def _equal(one: Any, other: Any) -> bool:
         return one is other
 
 
-def _shown(value: Any) -> str:
+def _preview(value: Any) -> str:
     return f"{type(value).__name__} ({str(value)[:40]})"
 
 

@@ -23,7 +23,6 @@ __all__ = [
     "begins_again",
     "end_of",
     "evaluation_sources",
-    "filled",
     "is_collection",
     "is_loader",
     "is_plain_list",
@@ -31,6 +30,7 @@ __all__ = [
     "length_of",
     "loaders_in",
     "parts_of_batch",
+    "rebuild_collection",
     "resamples",
     "restartable",
     "training_source",
@@ -110,15 +110,15 @@ def loaders_in(collection: Any) -> Iterator[Any]:
             yield item
 
 
-def filled(collection: Any, values: Iterator[Any]) -> Any:
+def rebuild_collection(collection: Any, values: Iterator[Any]) -> Any:
     """The collection with the next value in the place of each loader."""
     if is_loader(collection):
         return next(values)
-    return rebuild(collection, lambda item: filled(item, values) if is_collection(item) else next(values))
+    return rebuild(collection, lambda item: rebuild_collection(item, values) if is_collection(item) else next(values))
 
 
 def parts_of_batch(collection: Any, batch: Any) -> Iterator[Any]:
-    """The batches in a batch that `filled` built."""
+    """The batches in a batch that `rebuild_collection` built."""
     if is_loader(collection):
         yield batch
         return
@@ -191,7 +191,7 @@ class CombinedLoader:
                 f"CombinedLoader: flattened must have as many loaders as before, {len(self.flattened)}, not {len(loaders)}. "
                 "For others, make another one: CombinedLoader(loaders)"
             )
-        self._iterables = filled(self._iterables, iter(loaders))
+        self._iterables = rebuild_collection(self._iterables, iter(loaders))
 
     def count(self, batch: Any) -> int:
         """Return the number of samples in a batch that `assemble` made."""
@@ -201,7 +201,7 @@ class CombinedLoader:
 
     def assemble(self, batches: list[Any]) -> Any:
         """Build a batch of the form of `iterables` from one batch of each loader."""
-        return filled(self._iterables, iter(batches))
+        return rebuild_collection(self._iterables, iter(batches))
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         loaders = self.flattened
@@ -291,14 +291,14 @@ def evaluation_sources(source: Any) -> list[Any]:
     if isinstance(source, CombinedLoader):
         return source.flattened if source.mode == "sequential" else [source]
     if isinstance(source, Mapping):
-        return [loader for part in source.values() for loader in _flattened(part) or [part]]
+        return [loader for part in source.values() for loader in _flatten(part) or [part]]
     if is_plain_list(source):
-        flat = _flattened(source)
+        flat = _flatten(source)
         return [source] if flat is None else flat
     return [source]
 
 
-def _flattened(source: Any) -> list[Any] | None:
+def _flatten(source: Any) -> list[Any] | None:
     """The loaders in nested lists and dicts of loaders, or `None` if one of the items is not a loader.
 
     As in Lightning, a list that contains only numbers and strings is a loader. Only plain lists are read.
@@ -308,7 +308,7 @@ def _flattened(source: Any) -> list[Any] | None:
     items = list(source.values()) if isinstance(source, Mapping) else list(source)
     if items and all(isinstance(item, int | float | str) for item in items):
         return [source]
-    parts = [_flattened(item) for item in items]
+    parts = [_flatten(item) for item in items]
     return None if None in parts else [loader for part in parts if part for loader in part]
 
 

@@ -20,7 +20,7 @@ from trainkit.errors import DataError
 from trainkit.nested import first_tensor, rebuild
 from trainkit.rng import RandomState
 
-__all__ = ["OwnParts", "ReadRecord", "digest", "overlap", "parts_of", "unchanged"]
+__all__ = ["OwnParts", "ReadRecord", "digest", "overlap", "parts_of", "preserve_state"]
 
 _PART = 1 << 20  # bytes at each end of an array that are hashed: enough to distinguish batches, and fast
 _QUICK = 1 << 14  # the same for batches of which every one is recorded
@@ -81,10 +81,10 @@ def _parts(value: Any) -> Iterable[Any]:
         return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
     if hasattr(value, "__dict__"):
         return [value.__dict__]
-    return _pickled(value)
+    return _pickle_parts(value)
 
 
-def _pickled(value: Any) -> Iterable[Any]:
+def _pickle_parts(value: Any) -> Iterable[Any]:
     """What pickle would store of an object without attributes, such as one of a class with slots, a date, or a table."""
     try:
         reduced = value.__reduce_ex__(4)
@@ -318,7 +318,7 @@ def _subset(dataset: Any) -> str | None:
 
 
 @contextmanager
-def unchanged(sampler: Any) -> Iterator[None]:
+def preserve_state(sampler: Any) -> Iterator[None]:
     """Restore a sampler, the sampler inside it, and their random generators when the block ends.
 
     A sampler that continues where it stopped, or that shuffles with its own generator, then yields the same indices on any

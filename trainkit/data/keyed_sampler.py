@@ -30,7 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import counted, notice, warn, with_article
 from trainkit.data.combined import iterates_itself, length_of
-from trainkit.data.comparison import digest, parts_of, unchanged
+from trainkit.data.comparison import digest, parts_of, preserve_state
 from trainkit.data.loader_workers import ignore_group_signals
 from trainkit.data.order import Permutation, user_epoch
 from trainkit.data.stream_sharder import has_state, rewind
@@ -249,7 +249,7 @@ class SlotSampler:
             for _ in range(iterator._prefetch_factor * iterator._num_workers - len(iterator._task_info)):
                 iterator._try_put_index()
 
-    def refilled(self, iterator: Iterator[Any], loader: DataLoader[Any]) -> Iterator[Any]:
+    def refill(self, iterator: Iterator[Any], loader: DataLoader[Any]) -> Iterator[Any]:
         """The batches of workers; where all that were asked for have come, but were short, more are asked for."""
         size, stated = loader.batch_size, length_of(loader.dataset)
         assert size is not None
@@ -313,10 +313,10 @@ def keyed_batches(
     """
     batch_sampler: Any = loader.batch_sampler
     if batch_sampler is not None and _torch_class(batch_sampler) is not BatchSampler:
-        draw = _drawn(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
+        draw = _draw_from_sampler(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
         name = type(batch_sampler).__name__
         batches = KeyedBatches(draw, length_of(batch_sampler), None, seed, stage, exact=False, name=name)
-        return _agreed(batches, world, batch_sampler, loader, None)
+        return _compare_loaders(batches, world, batch_sampler, loader, None)
     sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     size = None if batch_sampler is None else batch_sampler.batch_size
     drop_last = batch_sampler is not None and batch_sampler.drop_last
@@ -327,15 +327,17 @@ def keyed_batches(
         seed_of_order, samples = sampler.seed, len(sampler.dataset)
         dropped = _dropped_samples(sampler, samples, world.size)
     if shuffle is None:
-        draw = _drawn(sampler, seed, stage, lambda iterator: _next_indices(iterator, size, drop_last), sequential)
+        draw = _draw_from_sampler(sampler, seed, stage, lambda iterator: _next_indices(iterator, size, drop_last), sequential)
     else:
         samples = len(loader.dataset) if samples is None else samples  # type: ignore[arg-type]
-        draw = _ordered(samples, dropped, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
+        draw = _draw_in_order(samples, dropped, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
     length, sizes = _arithmetic(None if samples is None else samples - dropped, 1 if size is None else size, drop_last)
     exact = shuffle is not None or _torch_class(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     name = type(sampler).__name__
     batches = KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact, name)
-    return _agreed(batches, world, sampler, loader, None if shuffle is None else {"shuffle": shuffle, "seed": seed_of_order})
+    return _compare_loaders(
+        batches, world, sampler, loader, None if shuffle is None else {"shuffle": shuffle, "seed": seed_of_order}
+    )
 
 
 def is_distributed(sampler: Any) -> bool:
@@ -353,7 +355,7 @@ def knows_processes(sampler: Any, depth: int = 4) -> bool:
     return depth > 0 and any(knows_processes(each, depth - 1) for each in inside)
 
 
-def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoader[Any], order: Any) -> KeyedBatches:
+def _compare_loaders(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoader[Any], order: Any) -> KeyedBatches:
     """The batches, after comparing the loaders of all processes. Sets `continues`, and `splits` if the sampler differs
     between processes.
 
@@ -370,7 +372,7 @@ def _agreed(batches: KeyedBatches, world: World, sampler: Any, loader: DataLoade
     batches.continues = order is None and has_state(sampler)
     first = None
     if world.size > 1 and order is None and not isinstance(sampler, Iterator):  # an iterator cannot be started twice
-        with unchanged(sampler):
+        with preserve_state(sampler):
             drawn = batches._draw(0, 0, 1)
             first = digest(next(drawn, None))
             drawn.close()
@@ -450,7 +452,7 @@ def _arithmetic(samples: int | None, size: int, drop_last: bool) -> tuple[int | 
     return length + 1, (size, rest)
 
 
-def _ordered(samples: int, dropped: int, size: int | None, drop_last: bool, shuffle: bool, seed: int, stage: int) -> Draw:
+def _draw_in_order(samples: int, dropped: int, size: int | None, drop_last: bool, shuffle: bool, seed: int, stage: int) -> Draw:
     """Micro-batch m is positions [m·size, (m+1)·size) of the order of the epoch, which is a function of (seed, epoch)."""
     width = 1 if size is None else size
     end = samples - dropped
@@ -460,7 +462,7 @@ def _ordered(samples: int, dropped: int, size: int | None, drop_last: bool, shuf
     def draw(epoch: int, first: int, step: int) -> Generator[Any, int | None, int]:
         order = Permutation(samples, mix(seed, stage, Purpose.ORDER, epoch)) if shuffle else None
         if order is not None and step > 1:
-            for indices in _picked(order, range(first * width, end, step * width), width, end):
+            for indices in _pick(order, range(first * width, end, step * width), width, end):
                 yield indices[0] if size is None else indices
             return -(-end // width)
         for position in range(first * width, end, step * width):
@@ -472,7 +474,7 @@ def _ordered(samples: int, dropped: int, size: int | None, drop_last: bool, shuf
     return draw
 
 
-def _picked(order: Permutation, begins: range, width: int, end: int) -> Iterator[list[int]]:
+def _pick(order: Permutation, begins: range, width: int, end: int) -> Iterator[list[int]]:
     """The indices of the micro-batches that begin at these positions, many at a time; positions between are not computed."""
     many = max(1, _AT_A_TIME // width)
     for at in range(0, len(begins), many):
@@ -484,7 +486,9 @@ def _picked(order: Permutation, begins: range, width: int, end: int) -> Iterator
             yield indices[begin : begin + width]
 
 
-def _drawn(sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any], same_each_epoch: bool) -> Draw:
+def _draw_from_sampler(
+    sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any], same_each_epoch: bool
+) -> Draw:
     """Micro-batches drawn from a user's sampler, each with generators seeded by its own key.
 
     The generators are restored after each draw, so that seeding in between does not affect a sampler that draws lazily.
@@ -547,7 +551,7 @@ def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]
     """
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None or iterates_itself(loader):
         raise ConfigurationError(
-            f"split_batches=True divides the batch_size of a DataLoader, but this is {_described(loader)}. Let it yield one "
+            f"split_batches=True divides the batch_size of a DataLoader, but this is {_describe(loader)}. Let it yield one "
             "micro-batch for each process, and remove split_batches."
         )
     changes: dict[str, Any] = {"_iterator": None}
@@ -566,7 +570,7 @@ def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]
             changes["batch_size"] = size
         end = _whole(sampler, parts) if sampler.drop_last else None
     else:
-        changes["batch_sampler"] = _Parts(sampler, parts)
+        changes["batch_sampler"] = _SplitBatches(sampler, parts)
     split = copy.copy(loader)
     split.__dict__.update(changes)  # DataLoader refuses to assign them
     return split, end
@@ -596,13 +600,13 @@ def _whole(sampler: BatchSampler, parts: int) -> int:
     return samples // sampler.batch_size * parts
 
 
-def _described(loader: Any) -> str:
+def _describe(loader: Any) -> str:
     if isinstance(loader, DataLoader) and iterates_itself(loader):
         return f"{with_article(type(loader).__name__)}, which overrides __iter__"
     return "one with batch_size=None" if isinstance(loader, DataLoader) else with_article(type(loader).__name__)
 
 
-class _Parts:
+class _SplitBatches:
     """The batches of a user's batch sampler, each divided into `parts` parts whose sizes differ by at most 1."""
 
     def __init__(self, sampler: Any, parts: int) -> None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from trainkit.console import counted, notice, warn
-from trainkit.data.batches import BatchPadding, concatenated_groups, each_joined, joined, to_device
+from trainkit.data.batches import BatchPadding, concatenate, concatenate_each, concatenate_groups, to_device
 from trainkit.data.combined import CombinedLoader, batch_size_of
 from trainkit.data.stream import CombinedStream, Stream, open_stream
 from trainkit.data.stream_sharder import Resumption
-from trainkit.data.windows import Window, WindowPart, collected, planned
+from trainkit.data.windows import Window, WindowPart, collect_windows, plan_windows
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, StateMismatchError
 from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
@@ -126,9 +126,9 @@ class PreparedLoader:
         if isinstance(source, CombinedLoader):
             self._stream: Stream = CombinedStream(source, seed, stage, index, device, sequential, world)
             self._count: Callable[[Any], int] = source.count
-            self._join = joined if source.mode == "sequential" else each_joined
+            self._join = concatenate if source.mode == "sequential" else concatenate_each
         else:
-            self._count, self._join = batch_size, joined
+            self._count, self._join = batch_size, concatenate
             self._stream = open_stream(source, seed, self._stage, device, sequential, world)
         self._batch_padding = batch_padding
         self.given_source = source
@@ -213,7 +213,7 @@ class PreparedLoader:
         world, begin = self._world, self._micro_batch(epoch, start)
         batches: Iterator[Any] = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
         if world.devices > 1:
-            batches = concatenated_groups(batches, world.devices, self._join)
+            batches = concatenate_groups(batches, world.devices, self._join)
         keys = KeyStream(self._seed, self._stage, Purpose.FORWARD, epoch)
         padding = self._batch_padding if world.size == 1 else None
         window = self.window
@@ -227,7 +227,7 @@ class PreparedLoader:
                 fill = padding.fill
                 parts = (part._replace(batch=fill(part.batch)) for part in parts)
             micro_batches = self._in_windows(parts, start, begin + world.rank, keys)
-        return micro_batches if padding is None or window is None else padding.watched(micro_batches)
+        return micro_batches if padding is None or window is None else padding.watch(micro_batches)
 
     def _one_by_one(self, batches: Iterator[Any], start: int, first: int, keys: KeyStream) -> Iterator[MicroBatch]:
         """Each micro-batch is a window of its own, about which ranks need not agree: an evaluation, or one rank.
@@ -270,11 +270,11 @@ class PreparedLoader:
             if world.devices > 1:  # a joined batch counts as one micro-batch
                 sizes = (sizes[0] * world.devices, (length - begin - 1) % world.devices * sizes[0] + sizes[1])
                 begin, length = start, start - (begin - length) // world.devices
-            return planned(batches, world, window, begin, length, sizes, index=start, taken=taken, entries=entries)
+            return plan_windows(batches, world, window, begin, length, sizes, index=start, taken=taken, entries=entries)
         left = None
         if world.size > 1 and self.exact and self.length is not None:
             left = max(0, self.length - start)
-        return collected(
+        return collect_windows(
             batches,
             world,
             window,

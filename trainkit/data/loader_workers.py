@@ -30,7 +30,15 @@ import threading
 from contextlib import contextmanager
 from types import FrameType
 
-__all__ = ["HANDLED", "end_workers", "explained", "ignore_group_signals", "signals_held_back", "started", "worker_failures"]
+__all__ = [
+    "HANDLED",
+    "block_signals",
+    "end_workers",
+    "explain_failures",
+    "ignore_group_signals",
+    "start_iterator",
+    "worker_failures",
+]
 
 _START_TIMEOUT = 5.0  # seconds in which a forked process must start; doubled at each try
 _TRIES = 5
@@ -42,7 +50,7 @@ _RAISED = re.compile(r"['\"]?Caught \w+ in DataLoader worker process \d+\.")
 _NO_SHARED_MEMORY = re.compile(r"unable to (allocate shared memory\(shm\)|open shared memory object|write to file </torch_)")
 
 
-def started(loader: DataLoader[Any]) -> Iterator[Any]:
+def start_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
     """An iterator over a loader whose workers have started.
 
     Forked workers, the default on Linux, are forked again if they hang before their first line. A lock that another thread
@@ -60,7 +68,7 @@ def started(loader: DataLoader[Any]) -> Iterator[Any]:
         chosen = loader.multiprocessing_context or multiprocessing.get_context()
         if type(chosen) is multiprocessing.context.ForkContext:  # not the user's own
             loader.multiprocessing_context = _Context()
-    with signals_held_back(), worker_failures():  # signals to the whole process group: workers handle them once started
+    with block_signals(), worker_failures():  # signals to the whole process group: workers handle them once started
         iterator = iter(loader)
     if getattr(iterator, "_worker_pids_set", False):  # not an iterator of persistent workers that has been started before
         _adopt(iterator)
@@ -116,7 +124,7 @@ def worker_failures() -> Iterator[None]:
         raise DataError(reason) from error
 
 
-def explained(batches: Iterator[Any]) -> Iterator[Any]:
+def explain_failures(batches: Iterator[Any]) -> Iterator[Any]:
     """The batches that workers fetch, with `worker_failures`."""
     with worker_failures():
         yield from batches
@@ -195,7 +203,7 @@ if sys.platform != "win32":
         def _Popen(process: _Worker) -> Popen:  # type: ignore[override]  # noqa: N802  # multiprocessing's name
             for attempt in range(_TRIES):
                 timeout = _START_TIMEOUT * 2**attempt
-                popen = _forked(process, timeout)
+                popen = _fork(process, timeout)
                 if popen is not None:
                     return popen
                 notice(f"a DataLoader worker did not start within {timeout:g} s of its fork; forking it again.")
@@ -230,7 +238,7 @@ if sys.platform != "win32":
         def Queue(self, maxsize: int = 0) -> Any:  # noqa: N802  # multiprocessing's name
             return _Queue(maxsize, ctx=self.get_context())
 
-    def _forked(process: _Worker, timeout: float) -> Popen | None:
+    def _fork(process: _Worker, timeout: float) -> Popen | None:
         """Fork; `None` if the new process hangs. If it died, the DataLoader reports it."""
         read_end, write_end = process._pipe = os.pipe()
         with contextlib.ExitStack() as stack:
@@ -266,11 +274,11 @@ def ignore_group_signals() -> None:
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGTERM, _end_later)
     if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # blocked by `signals_held_back`
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)  # blocked by `block_signals`
 
 
 @contextmanager
-def signals_held_back() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Block these signals. Workers that are started inside inherit that until they install handlers.
 
     Otherwise a signal to the whole process group would end a worker that was forked a moment ago.

@@ -172,15 +172,15 @@ class _Feistel:
         return self.at(values)
 
     def at(self, positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-        values = self._permuted(positions)
+        values = self._permute(positions)
         outside = np.flatnonzero(values >= self._length)
         while outside.size:
-            walked = self._permuted(values[outside])
+            walked = self._permute(values[outside])
             values[outside] = walked
             outside = outside[walked >= self._length]
         return values.view(np.int64)  # all below 2^62, so both types mean the same
 
-    def _permuted(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def _permute(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         left: npt.NDArray[np.uint64] = values >> self._half_bits
         right: npt.NDArray[np.uint64] = values & self._half_mask
         hashed, shifted = np.empty_like(values), np.empty_like(values)

@@ -28,7 +28,7 @@ from trainkit.data.combined import (
     restartable,
 )
 from trainkit.data.keyed_sampler import KeyedBatches, KeyedDataset, SlotSampler, UserWorkerInit, keyed_batches, knows_processes
-from trainkit.data.loader_workers import end_workers, explained, started, worker_failures
+from trainkit.data.loader_workers import end_workers, explain_failures, start_iterator, worker_failures
 from trainkit.data.order import CYCLE, user_epoch
 from trainkit.data.stream_sharder import StateHistory, StreamSharder, notice_unsaved
 from trainkit.distributed.world import World
@@ -292,18 +292,19 @@ class LoaderStream(_OneSource):
         iterator, batches, first = self._begin(epoch, start, limit, turn, step) if begun is None else begun
         try:
             if self._history is None:
-                # the keyed sampler starts at the right place
-                yield from batches if self._batches is None or not self._batches.of_parts else self._sharder.recorded(batches)
+                # The keyed sampler starts at the right place.
+                of_parts = self._batches is not None and self._batches.of_parts
+                yield from self._sharder.record_samples(batches) if of_parts else batches
                 return
             self._slots.allow(self._sharder.reads(first, limit, turn, step))
-            reopen = partial(self._reopened, epoch)
+            reopen = partial(self._reopen, epoch)
             mine = self._sharder.rows(batches, self._history, first, start, limit, turn, step, reopen)
-            yield from self._history.follow(mine, start, step, self._ended, lambda: self._sharder.record.last)
+            yield from self._history.follow(mine, start, step, self._has_ended, lambda: self._sharder.record.last)
         finally:
             if not self._source.persistent_workers:
                 end_workers(iterator)
 
-    def _ended(self) -> bool:
+    def _has_ended(self) -> bool:
         """Whether the epoch ends with the last batch that was read."""
         return self._sharder.ended or self._seen_end()
 
@@ -330,36 +331,36 @@ class LoaderStream(_OneSource):
         generator = self._source.generator
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch), () if generator is None else (generator,))
         if self._history is None:
-            return *self._opened(loader, epoch, 0), 0
+            return *self._open_iterator(loader, epoch, 0), 0
         first = self._sharder.place(self._history.begin(start), step)
         self._history.rewind()
         # until the processes have compared the first batches, only as many as each one's own stream would need
         left = self._sharder.reads(first, limit, turn, step, splits=True)
         self._slots.begin(epoch, first, left if left is None or step == 1 else max(1, left))
-        iterator, batches = (None, iter(())) if self._history.at_end else self._opened(loader, epoch, first)
+        iterator, batches = (None, iter(())) if self._history.at_end else self._open_iterator(loader, epoch, first)
         self._running = iterator
         if self._history.active and self._sharder.sized and epoch > 0 == start:
-            batches = _started_over(batches, lambda: self._opened(loader, epoch, first)[1])
+            batches = _start_over_if_empty(batches, lambda: self._open_iterator(loader, epoch, first)[1])
         if step > 1:
             batches = self._sharder.begin(batches, self._history, epoch, first, start, step, limit)
         return iterator, batches, first
 
-    def _reopened(self, epoch: int) -> Iterator[Any]:
+    def _reopen(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch from its beginning, for a dataset in this process."""
         assert self._loader is not None
         seed_generators(mix(self._seed, self._stage, Purpose.ORDER, epoch))
         self._slots.begin(epoch, 0, None)
-        return self._opened(self._loader, epoch, 0)[1]
+        return self._open_iterator(self._loader, epoch, 0)[1]
 
-    def _opened(self, loader: DataLoader[Any], epoch: int, first: int) -> tuple[Any, Iterator[Any]]:
-        iterator: Any = started(loader)
+    def _open_iterator(self, loader: DataLoader[Any], epoch: int, first: int) -> tuple[Any, Iterator[Any]]:
+        iterator: Any = start_iterator(loader)
         self._running = iterator
         if loader.num_workers > 0:
             if self._iterable:
                 self._slots.iterator = iterator
-            return iterator, explained(self._slots.refilled(iterator, self._source) if self._refills else iterator)
+            return iterator, explain_failures(self._slots.refill(iterator, self._source) if self._refills else iterator)
         if self._iterable and loader.batch_size is None:
-            return iterator, _seeded(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
+            return iterator, _seed_each(iterator, KeyStream(self._seed, self._stage, Purpose.FETCH, epoch), first)
         return iterator, iterator
 
     def close(self) -> None:
@@ -423,7 +424,7 @@ class IterableStream(_OneSource):
                 return islice(ready, start, limit)
             begun = ready, 0
         batches, first = self._begin(epoch, start, limit, step) if begun is None else begun
-        sharder, reopen = self._sharder, partial(self._reopened, epoch)
+        sharder, reopen = self._sharder, partial(self._reopen, epoch)
         mine = sharder.rows(batches, self._history, first, start, limit, turn, step, reopen)
         return self._history.follow(mine, start, step, lambda: sharder.ended, lambda: sharder.record.last)
 
@@ -489,18 +490,18 @@ class IterableStream(_OneSource):
             iterator = iter(source)
         if self._one_shot and not self._history.at_end:
             iterator = self._once(iterator, epoch, continued)
-        batches = _seeded(iterator, keys, first)
+        batches = _seed_each(iterator, keys, first)
         if self._history.active and self._sharder.sized and epoch > 0 == start:
-            batches = _started_over(batches, lambda: _seeded(iter(self._source), keys, 0))
+            batches = _start_over_if_empty(batches, lambda: _seed_each(iter(self._source), keys, 0))
         if step > 1:
             # what is read of an iterator that continues in the next epoch must be used in this one
             limit = 1 if self._one_shot else limit
             batches = self._sharder.begin(batches, self._history, epoch, first, start, step, limit)
         return batches, first
 
-    def _reopened(self, epoch: int) -> Iterator[Any]:
+    def _reopen(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch from its beginning."""
-        return _seeded(iter(self._source), self._seed_before_iter(epoch), 0)
+        return _seed_each(iter(self._source), self._seed_before_iter(epoch), 0)
 
     def _seed_before_iter(self, epoch: int) -> KeyStream:
         """Seed the generators for `__iter__`; returns the keys of the batches.
@@ -761,7 +762,7 @@ class _ShardedCycle:
                 return batch
 
 
-def _seeded(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
+def _seed_each(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
     """The batches of an iterator, beginning with number `m`; the generators are seeded by key before each is fetched."""
     with worker_failures():  # the user's loader may have workers
         while True:
@@ -774,7 +775,7 @@ def _seeded(batches: Iterator[Any], keys: KeyStream, m: int) -> Iterator[Any]:
             m += 1
 
 
-def _started_over(batches: Iterator[Any], again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+def _start_over_if_empty(batches: Iterator[Any], again: Callable[[], Iterator[Any]]) -> Iterator[Any]:
     """The batches of an iterable that continues where it stopped; if that was its end, it is iterated `again`.
 
     It has not been asked for more batches than its length states, and may not know that it was at its end.

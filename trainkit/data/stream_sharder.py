@@ -221,13 +221,13 @@ class StateHistory:
         for batch in islice(batches, count):
             head.append((batch, (self._state() if self.active else None, seen())))
 
-        def replayed() -> Iterator[Any]:
+        def replay() -> Iterator[Any]:
             for batch, self._read_ahead in head:
                 yield batch
             self._read_ahead = None
             yield from batches
 
-        return [batch for batch, _ in head], replayed()
+        return [batch for batch, _ in head], replay()
 
     def mark(self, start: int, last: str | None = None) -> None:
         """The present state is that before batch `start`.
@@ -325,7 +325,7 @@ class StreamSharder:
         self._seen = seen
         self._world, self._name, self._whole_dataset, self._resampled = world, name, whole, resampled
         self._samples, self._own, self._extra = samples, own, extra
-        self._stated = self._agreed(own)
+        self._stated = self._agree_on_length(own)
         self._decided = self._overlaps_checked = resampled
         self._said_where_it_ends = False
         self.record = ReadRecord()
@@ -347,7 +347,7 @@ class StreamSharder:
         sharder._world, sharder._decided, sharder.splits = world, True, True
         return sharder
 
-    def recorded(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def record_samples(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The batches of such a part."""
         self.record.begin()
         for batch in batches:
@@ -357,7 +357,7 @@ class StreamSharder:
 
     def restate(self, own: int | None, samples: int | None = None) -> None:
         """Set the stated lengths, after they have changed; arguments as of the constructor. Collective."""
-        self._own, self._samples, self._stated = own, samples, self._agreed(own)
+        self._own, self._samples, self._stated = own, samples, self._agree_on_length(own)
         self._said_where_it_ends = False
 
     @property
@@ -375,7 +375,7 @@ class StreamSharder:
         """Stated number of batches of an epoch over all processes."""
         return self._stated * self._world.size if self._stated is not None and self.splits else self._stated
 
-    def _agreed(self, own: int | None) -> int | None:
+    def _agree_on_length(self, own: int | None) -> int | None:
         """The largest length over all processes; `None` if one of them has no length. Collective."""
         if self._world.size == 1:
             return own
@@ -597,14 +597,14 @@ class StreamSharder:
         continued from a state, that state was not exact, and the epoch is read from its beginning instead.
         """
         self.record.begin()
-        number, last = self._skipped(batches, first, begin)
+        number, last = self._skip_to(batches, first, begin)
         resumed = history.resumed
         if number > first and number == begin and resumed is not None and None not in (resumed.last, last):
             exact = last == resumed.last
             if not exact and first > 0:
                 history.restart()
                 batches = reopen()
-                number, last = self._skipped(batches, 0, begin)
+                number, last = self._skip_to(batches, 0, begin)
                 exact = last == resumed.last
                 if exact:
                     notice(
@@ -617,7 +617,7 @@ class StreamSharder:
             history.mark(start, last)
         return batches, number
 
-    def _skipped(self, batches: Iterator[Any], first: int, begin: int) -> tuple[int, str | None]:
+    def _skip_to(self, batches: Iterator[Any], first: int, begin: int) -> tuple[int, str | None]:
         """Read batches from number `first` to `begin`; returns the number that was reached, and the digest of the last one."""
         last = deque(enumerate(islice(batches, max(begin - first, 0)), first + 1), maxlen=1)
         return (first, None) if not last else (last[0][0], self.record.of(last[0][1]))

@@ -1,8 +1,9 @@
 """Accumulation windows: which micro-batches make up one optimizer step, and their weights, on one rank or on several.
 
 Rank r of W has the micro-batches start + r, start + r + W, … of an epoch; an index numbers those of one rank. If the number and
-the sizes of the micro-batches are known, each rank computes the windows by itself (`planned`), and fetches nothing in advance.
-If not, it fetches its micro-batches of a window first, and several ranks exchange their weights (`collected`, `Window.agree`).
+the sizes of the micro-batches are known, each rank computes the windows by itself and fetches nothing in advance
+(`plan_windows`). If not, it fetches its micro-batches of a window first (`collect_windows`), and several ranks exchange their
+weights (`Window.agree`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import DataError
 from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind, WindowEntry
 
-__all__ = ["Window", "WindowPart", "checked_weight", "collected", "planned"]
+__all__ = ["Window", "WindowPart", "checked_weight", "collect_windows", "plan_windows"]
 
 _END = object()
 
@@ -116,7 +117,7 @@ class WindowPart(NamedTuple):
     window: Window
 
 
-def planned(
+def plan_windows(
     batches: Iterator[Any],
     world: World,
     size: int,
@@ -173,7 +174,7 @@ def planned(
         next(batches, None)  # a sampler may have code after its last yield
 
 
-def collected(
+def collect_windows(
     batches: Iterator[Any],
     world: World,
     size: int,
@@ -195,9 +196,9 @@ def collected(
         per_rank: number of this rank's micro-batches; `None`: until `batches` end, and on several ranks without an end.
         count: the number of samples of a batch.
         weigh: the user's `batch_weight`; without it a micro-batch counts by the number of its samples.
-        index: as in `planned`.
-        taken: as in `planned`.
-        entries: as in `planned`.
+        index: as in `plan_windows`.
+        taken: as in `plan_windows`.
+        entries: as in `plan_windows`.
         digest: of what this rank has read, see `Window`.
 
     Raises:

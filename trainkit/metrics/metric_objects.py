@@ -24,7 +24,7 @@ __all__ = [
     "can_interleave",
     "capture_objects",
     "compact",
-    "computed",
+    "compute_over_ranks",
     "count_updates",
     "join_object",
     "merge_objects",
@@ -168,7 +168,7 @@ def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], interl
         items = chain.from_iterable(zip_longest(*values, fillvalue=_MISSING))
         return [item for item in items if item is not _MISSING]
     if how == "cat":
-        return _concatenated(values)
+        return _concatenate(values)
     if not all(isinstance(value, Tensor) for value in values):
         raise ValueError(f"states of different kinds: {', '.join(type(value).__name__ for value in values)}")
     if how == "mean":
@@ -178,7 +178,7 @@ def merge_values(how: str, values: Sequence[Any], updates: Sequence[int], interl
     return reduce(_ELEMENTWISE[how], values)
 
 
-def _concatenated(values: Sequence[Any]) -> Any:
+def _concatenate(values: Sequence[Any]) -> Any:
     """The tensors of all states: a list if one of the states is a list, else one tensor."""
     tensors = list(chain.from_iterable(value if isinstance(value, list) else [value] for value in values))
     if any(isinstance(value, list) for value in values):
@@ -210,14 +210,14 @@ def merge_objects(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     how, names = used[0]["reductions"], list(used[0]["states"])
     if any(list(state["states"]) != names for state in used):
         raise ValueError("the objects have different states")
-    counters = _merged_counters([state["counters"] for state in states], used[0]["counters"])
+    counters = _merge_counters([state["counters"] for state in states], used[0]["counters"])
     updates = [state["updates"] for state in used]
     interleave = can_interleave([state["states"] for state in used], updates)
     merged = {name: merge_values(how[name], [state["states"][name] for state in used], updates, interleave) for name in names}
     return {"updates": sum(updates), "counters": counters, "states": merged, "reductions": dict(how)}
 
 
-def _merged_counters(counters: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
+def _merge_counters(counters: Sequence[Mapping[str, Any]], names: Collection[str]) -> dict[str, Any]:
     """Merge `max_val` and `min_val`, which are named for their reduction."""
     if "_num_vals_seen" in names:
         raise ValueError("its counter _num_vals_seen cannot be merged")
@@ -312,7 +312,7 @@ def states_of(metric: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def computed(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> Any:
+def compute_over_ranks(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> Any:
     """The value of an object from the states of all ranks. Its own states are restored afterwards.
 
     Args:
@@ -324,7 +324,7 @@ def computed(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> A
         MetricError: the states cannot be combined.
     """
     parts = _parts(metric)
-    with _restored_after(list(parts.values())):
+    with _restoring(list(parts.values())):
         for path, part in parts.items():
             found = [states[path] for states in gathered if path in states]
             try:
@@ -360,7 +360,7 @@ def _set_states(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequenc
 
 
 @contextmanager
-def _restored_after(parts: Sequence[Any]) -> Iterator[None]:
+def _restoring(parts: Sequence[Any]) -> Iterator[None]:
     """Restore the states of the objects at the end of the block."""
     names = ("_to_sync", "_computed", "_update_count", "_num_vals_seen")
     before = [

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainkit.console import warn
 from trainkit.errors import MetricError
 from trainkit.metrics.metric_objects import join_object, object_state
-from trainkit.metrics.values import is_metric_object, one_element, reduction_of, stacked
+from trainkit.metrics.values import is_metric_object, one_element, reduction_of, stack
 
 __all__ = [
     "MetricInfo",
@@ -27,8 +27,8 @@ __all__ = [
     "cadence",
     "capture",
     "fill",
-    "stored",
-    "unstored",
+    "restore_value",
+    "store_value",
     "value_if_missing",
     "warn_missing",
 ]
@@ -134,14 +134,16 @@ class Record(MetricInfo):
         weight: the samples in `total`.
         stamp: the stamp of the store at the last value.
         since: the stamp of the store at the first value of the epoch; -1 outside batches.
-        awaits: the saved state that belongs to its function or object; set from a restore until the metric is logged again.
+        pending_state: the saved state that belongs to its function or object, from a restore until the metric is logged again.
         window: the window of the store at the value of the step, if windows have several micro-batches; else -1.
         earlier: values of the step and their samples from earlier micro-batches of that window.
         of_loader: the value of an object at the end of its evaluation loader.
     """
 
-    __slots__ = ("awaits", "earlier", "fresh", "main_only", "of_loader", "reduce_fx", "signature", "since", "stamp", "stamps",
-                 "step_value", "step_weight", "torchmetric", "total", "values", "weight", "weights", "window")  # fmt: skip
+    __slots__ = (
+        "earlier", "fresh", "main_only", "of_loader", "pending_state", "reduce_fx", "signature", "since", "stamp", "stamps",
+        "step_value", "step_weight", "torchmetric", "total", "values", "weight", "weights", "window",
+    )  # fmt: skip
 
     def __init__(self, key: tuple[str, str], signature: tuple[Any, ...], on_step: bool, on_epoch: bool) -> None:
         prog_bar, logger, _, _, reduce_fx, _, self.main_only = signature[:7]
@@ -158,7 +160,7 @@ class Record(MetricInfo):
         self.total: Tensor | None = None
         self.weight = 0.0
         self.stamp = self.since = 0
-        self.awaits: dict[str, Any] | None = None
+        self.pending_state: dict[str, Any] | None = None
         self.window = -1
         self.earlier: list[tuple[Any, float]] = []
         self.of_loader: Any = None
@@ -166,7 +168,7 @@ class Record(MetricInfo):
     @property
     def how(self) -> str:
         """How the value of the epoch is computed: "mean", "sum", "min", "max", "function", or "object" (of torchmetrics)."""
-        if self.torchmetric is not None or (self.awaits is not None and self.awaits["is_object"]):
+        if self.torchmetric is not None or (self.pending_state is not None and self.pending_state["is_object"]):
             return "object"
         return self.reduce_fx if isinstance(self.reduce_fx, str) else "function"
 
@@ -188,7 +190,7 @@ class Record(MetricInfo):
         """Add the kept values to the total, in float64 if the device supports it."""
         if not self.values:
             return
-        values = stacked(self.values)
+        values = stack(self.values)
         if self.reduce_fx == "mean":
             part, self.weight = _weighted_sum(values, self.weights), self.weight + sum(self.weights)
         else:
@@ -226,10 +228,10 @@ class Record(MetricInfo):
         """
         if not self.earlier or self.step_value is None:
             return self.step_value
-        if self.how == "function" and self.awaits is not None:
+        if self.how == "function" and self.pending_state is not None:
             return self.step_value  # the function was not passed again since the resume
         if self.how == "function":
-            return one_element(self.full_name, self.reduce_fx(stacked(self.step_values)))
+            return one_element(self.full_name, self.reduce_fx(stack(self.step_values)))
         self.earlier.append((self.step_value, self.step_weight or 0.0))
         self._fold_step()
         self.step_value, self.step_weight = self.earlier.pop()
@@ -237,7 +239,7 @@ class Record(MetricInfo):
 
     def _fold_step(self) -> None:
         """Reduce the earlier values to one."""
-        values, weights = stacked([value for value, _ in self.earlier]), [weight for _, weight in self.earlier]
+        values, weights = stack([value for value, _ in self.earlier]), [weight for _, weight in self.earlier]
         if self.how in ("mean", "object"):
             value = _weighted_sum(values, weights) / sum(weights)
         else:
@@ -272,11 +274,11 @@ class Record(MetricInfo):
     def wait(self) -> None:
         """After the epoch: keep only the value of the step, which waits for the next log boundary."""
         self.values, self.weights, self.total, self.weight, self.stamps = [], [], None, 0.0, None
-        self.torchmetric = self.awaits = None
+        self.torchmetric = self.pending_state = None
 
     def epoch_value(self) -> Tensor | None:
         """The value of the epoch, or of an object's evaluation loader, on this rank; `None` if it has none."""
-        if self.awaits is not None:
+        if self.pending_state is not None:
             missing, value = value_if_missing(self)
             if missing:
                 return value
@@ -286,7 +288,7 @@ class Record(MetricInfo):
             found: Tensor | None = self.of_loader
             return one_element(self.full_name, self.torchmetric.compute()) if found is None else found
         if not isinstance(self.reduce_fx, str):
-            return one_element(self.full_name, self.reduce_fx(stacked(self.values))) if self.values else None
+            return one_element(self.full_name, self.reduce_fx(stack(self.values))) if self.values else None
         self.fold()
         if self.total is None:
             return None
@@ -303,7 +305,7 @@ def _weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
     return weighted.sum()
 
 
-def stored(value: Any) -> Any:
+def store_value(value: Any) -> Any:
     """A number unchanged; a tensor with the type of its device, if that is not the CPU."""
     if not isinstance(value, Tensor):
         return value
@@ -311,8 +313,8 @@ def stored(value: Any) -> Any:
     return value if value.device.type == "cpu" else {"value": value, "device": value.device.type}
 
 
-def unstored(value: Any, device: torch.device | None) -> Any:
-    """The value that was passed to `stored`, copied; on `device`, if given, unless it was on the CPU."""
+def restore_value(value: Any, device: torch.device | None) -> Any:
+    """The value that was passed to `store_value`, copied; on `device`, if given, unless it was on the CPU."""
     if isinstance(value, Mapping):
         tensor: Tensor = value["value"]
         return tensor.to(device, copy=True) if device is not None else tensor.clone()
@@ -345,61 +347,61 @@ def capture(metric: Record, path: str | None, *, shared: Record | None = None, u
         "stamp": metric.stamp,
         "fresh": metric.fresh,
         "window": metric.window,
-        "step_value": stored(metric.step_value if listed else metric.value_of_step()),
+        "step_value": store_value(metric.step_value if listed else metric.value_of_step()),
         "step_weight": metric.step_weight,
-        "earlier": [[stored(value), weight] for value, weight in metric.earlier] if listed else [],
+        "earlier": [[store_value(value), weight] for value, weight in metric.earlier] if listed else [],
         "weight": metric.weight,
-        "total": stored(metric.total),
+        "total": store_value(metric.total),
         "weights": list(metric.weights),
-        "values": _stored_values(metric.values),
+        "values": _store_values(metric.values),
         "stamps": None if metric.stamps is None else list(metric.stamps),
         "is_object": False,
         "so_far": _value_so_far(metric),
     }
-    if metric.awaits is not None:  # not logged again since it was restored
-        entry.update(metric.awaits, object=None if metric.awaits["shared"] else metric.awaits["object"])
+    if metric.pending_state is not None:  # not logged again since it was restored
+        entry.update(metric.pending_state, object=None if metric.pending_state["shared"] else metric.pending_state["object"])
     elif metric.torchmetric is not None:
         state = object_state(metric.torchmetric) if path is None and shared is None else None
         entry.update(is_object=True, path=path, object=state, shared=shared and [shared.name, shared.suffix])
     return entry
 
 
-def _stored_values(values: list[Any]) -> Any:
+def _store_values(values: list[Any]) -> Any:
     """One tensor for values of the same kind. They are not added up: the sum would depend on the moment of the save."""
     if values and all(isinstance(v, Tensor) and v.dtype is values[0].dtype and v.device == values[0].device for v in values):
-        return stored(torch.stack([value.detach().reshape(()) for value in values]))
-    return [stored(value) for value in values]
+        return store_value(torch.stack([value.detach().reshape(()) for value in values]))
+    return [store_value(value) for value in values]
 
 
 def _value_so_far(metric: Record) -> Any:
     """The result of a function of the user on the values so far, which is used if nothing more is logged."""
-    if isinstance(metric.reduce_fx, str) or not metric.values or metric.awaits is not None:
+    if isinstance(metric.reduce_fx, str) or not metric.values or metric.pending_state is not None:
         return None
     try:
-        return stored(one_element(metric.full_name, metric.reduce_fx(stacked(metric.values))))
+        return store_value(one_element(metric.full_name, metric.reduce_fx(stack(metric.values))))
     except Exception:  # it may need more values; otherwise it fails again at the end of the epoch
         return None
 
 
 def fill(metric: Record, entry: Mapping[str, Any], device: torch.device | None, objects: Mapping[str, Any]) -> None:
-    """Restore a new metric from the result of `capture`; what is missing is noted in `awaits`."""
+    """Restore a new metric from the result of `capture`; what is missing is noted in `pending_state`."""
     metric.since, metric.stamp, metric.fresh = entry["since"], entry["stamp"], entry["fresh"]
-    metric.step_value, metric.step_weight = unstored(entry["step_value"], device), entry["step_weight"]
+    metric.step_value, metric.step_weight = restore_value(entry["step_value"], device), entry["step_weight"]
     metric.window = entry.get("window", -1)  # absent from checkpoints of earlier versions, like `earlier` and `shared`
-    metric.earlier = [(unstored(value, device), weight) for value, weight in entry.get("earlier", ())]
-    metric.total = unstored(entry["total"], device)
+    metric.earlier = [(restore_value(value, device), weight) for value, weight in entry.get("earlier", ())]
+    metric.total = restore_value(entry["total"], device)
     metric.weight, metric.weights = entry["weight"], list(entry["weights"])
     values = entry["values"]
     if isinstance(values, list):
-        metric.values = [unstored(value, device) for value in values]
+        metric.values = [restore_value(value, device) for value in values]
     else:
-        metric.values = list(unstored(values, device).unbind())
+        metric.values = list(restore_value(values, device).unbind())
     metric.stamps = None if entry["stamps"] is None else list(entry["stamps"])
     if not entry["updated"]:
         return
     metric.torchmetric = objects.get(entry["path"]) if entry["is_object"] else None
-    metric.awaits = {key: entry.get(key) for key in ("reduce_fx", "is_object", "path", "object", "shared", "so_far")}
-    metric.awaits["so_far"] = unstored(entry["so_far"], device)
+    metric.pending_state = {key: entry.get(key) for key in ("reduce_fx", "is_object", "path", "object", "shared", "so_far")}
+    metric.pending_state["so_far"] = restore_value(entry["so_far"], device)
 
 
 def value_if_missing(metric: Record) -> tuple[bool, Tensor | None]:
@@ -407,21 +409,21 @@ def value_if_missing(metric: Record) -> tuple[bool, Tensor | None]:
 
     For a function it is its result when the checkpoint was saved. For an object there is no value, and a warning.
     """
-    awaits = metric.awaits
-    assert awaits is not None
-    if metric.torchmetric is not None or (awaits["reduce_fx"] is not None and not awaits["is_object"]):
+    pending = metric.pending_state
+    assert pending is not None
+    if metric.torchmetric is not None or (pending["reduce_fx"] is not None and not pending["is_object"]):
         return False, None
-    if metric.on_epoch and awaits["so_far"] is None:
+    if metric.on_epoch and pending["so_far"] is None:
         warn_missing(metric)
-    return True, awaits["so_far"]
+    return True, pending["so_far"]
 
 
 def warn_missing(metric: Record) -> None:
     """Warn once that the function or object for the value of the epoch is missing."""
-    if metric.awaits is not None and metric.awaits.setdefault("warned", False):
+    if metric.pending_state is not None and metric.pending_state.setdefault("warned", False):
         return
-    if metric.awaits is not None:
-        metric.awaits["warned"] = True
+    if metric.pending_state is not None:
+        metric.pending_state["warned"] = True
     is_object = metric.how == "object"
     what = "its torchmetrics object" if is_object else "its function reduce_fx"
     fix = "keep the object as an attribute of the module" if is_object else "log it in the last batch of the epoch"
@@ -446,23 +448,27 @@ def adopt(
         value: what is logged.
         others: the metrics of this epoch; those with the same object get it, too.
     """
-    awaits = metric.awaits
-    assert awaits is not None
+    pending = metric.pending_state
+    assert pending is not None
     reduction = reduction_of(metric.name, signature[4])
     known = reduction if isinstance(reduction, str) else None
     now = (on_step, on_epoch, *signature[5:7], known)
-    if (metric.on_step, metric.on_epoch, *metric.signature[5:7], awaits["reduce_fx"]) != now:
+    if (metric.on_step, metric.on_epoch, *metric.signature[5:7], pending["reduce_fx"]) != now:
         return False
-    if is_metric_object(metric.name, value) != awaits["is_object"]:
+    if is_metric_object(metric.name, value) != pending["is_object"]:
         return False
-    if awaits["is_object"] and metric.torchmetric is None:
+    if pending["is_object"] and metric.torchmetric is None:
         group = [one for one in (metric, *others) if _first_with_object(one) == _first_with_object(metric)]
-        states = [one.awaits["object"] for one in group if one.awaits is not None and one.awaits["object"] is not None]
+        states = [
+            one.pending_state["object"]
+            for one in group
+            if one.pending_state is not None and one.pending_state["object"] is not None
+        ]
         for one in group:
             one.torchmetric = value
         for saved in {id(saved): saved for saved in states}.values():
             join_object(metric.name, value, saved)
-    metric.awaits = None
+    metric.pending_state = None
     metric.signature, metric.reduce_fx = signature, reduction
     metric.prog_bar, metric.logger = bool(signature[0]), signature[1] is not False
     return True
@@ -470,7 +476,7 @@ def adopt(
 
 def _first_with_object(metric: Record) -> tuple[str, str] | None:
     """The name and the suffix of the first metric in the checkpoint with this object; `None` if it does not wait for one."""
-    awaits = metric.awaits
-    if awaits is None or not awaits["is_object"] or metric.torchmetric is not None:
+    pending = metric.pending_state
+    if pending is None or not pending["is_object"] or metric.torchmetric is not None:
         return None
-    return tuple(awaits["shared"] or (metric.name, metric.suffix))
+    return tuple(pending["shared"] or (metric.name, metric.suffix))

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.metric_objects import LoaderStates, capture_objects, metric_objects, overlap, reset, restore_objects
-from trainkit.metrics.record import MetricInfo, Record, Scope, adopt, cadence, capture, fill, stored, unstored
+from trainkit.metrics.record import MetricInfo, Record, Scope, adopt, cadence, capture, fill, restore_value, store_value
 from trainkit.metrics.sync import (
     FINGERPRINTS,
     Ended,
     Key,
     agree_on_steps,
     check,
-    described,
+    describe,
     end_epoch,
     end_objects,
     end_row,
@@ -68,7 +68,7 @@ class MetricResults:
     def state_dict(self) -> dict[str, Any]:
         """Numbers and tensors by name, for a checkpoint."""
         return {
-            "callback": {name: stored(value) for name, value in self.callback.items()},
+            "callback": {name: store_value(value) for name, value in self.callback.items()},
             "progress_bar": dict(self.progress_bar),
             "logged": dict(self.logged),
             "evaluated": sorted(self.evaluated),
@@ -76,7 +76,7 @@ class MetricResults:
 
     def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
         """Restore `state_dict` in place, as other objects refer to this one; tensors of a device go to `device`."""
-        callback = {name: unstored(value, device) for name, value in state["callback"].items()}
+        callback = {name: restore_value(value, device) for name, value in state["callback"].items()}
         for mine, others in (
             (self.callback, callback),
             (self.progress_bar, state["progress_bar"]),
@@ -120,7 +120,7 @@ class MetricStore:
             increases during an epoch and is the same on all ranks for the batches of a row; negative before the first batch.
         window: the stamp of the first micro-batch of the accumulation window, whose values are reduced to that of the step;
             -1 if each micro-batch is a step.
-        gaps: stamps of earlier loaders at which other ranks had a batch and this one had none, as (first, end).
+        missing_stamps: stamps of earlier loaders at which other ranks had a batch and this one had none, as (first, end).
         outer: the store of the training that this validation interrupts.
         count: returns the weight of a batch: the number of its samples or, in training, what `batch_weight` returned.
         previewed: the epoch has ended, and the results have its values; those of its last step are not the latest any more.
@@ -142,14 +142,14 @@ class MetricStore:
         self._emit = emit
         self.results = results
         self._world = world
-        self._several = self._weighs = world.size > 1
+        self._distributed = self._weighs = world.size > 1
         self._metrics: dict[tuple[str, str], Record] = {}  # of this epoch
         self._waiting: dict[tuple[str, str], Record] = {}  # of an earlier one: step values that wait for a log boundary
         self._skipped: dict[int, Any] = {}  # objects that only the main process logs, if this is another rank
         self.scope = Scope.NOWHERE
         self.batch: Any = None
         self._size: tuple[Any, float] = (None, 0)
-        self.gaps: list[tuple[int, int]] = []
+        self.missing_stamps: list[tuple[int, int]] = []
         self.loaders: dict[str, list[int]] = {}
         self.suffix, self.stamp, self.window, self.schema = "", -1, -1, 0
         self.outer: MetricStore | None = None
@@ -223,7 +223,7 @@ class MetricStore:
     def begin_window(self, stamp: int, size: int) -> None:
         """An accumulation window of `size` micro-batches begins at this stamp."""
         self.window = stamp if size > 1 else -1
-        self._weighs = self._several or size > 1
+        self._weighs = self._distributed or size > 1
 
     def _declare(self, key: tuple[str, str], known: Record | None, signature: tuple[Any, ...], value: Any) -> Record:
         """The record of a name that is logged for the first time in an epoch, or with different options than before."""
@@ -235,15 +235,15 @@ class MetricStore:
             return known
         on_step, on_epoch = cadence(key[0], signature)
         if known is not None:
-            if known.awaits is not None and adopt(known, signature, on_step, on_epoch, value, self._metrics.values()):
+            if known.pending_state is not None and adopt(known, signature, on_step, on_epoch, value, self._metrics.values()):
                 return known
             if known.has_values:
-                raise _other_options(key[0], resumed=known.awaits is not None)
+                raise _other_options(key[0], resumed=known.pending_state is not None)
         metric = Record(key, signature, on_step, on_epoch)
         if is_metric_object(key[0], value):
             metric.torchmetric = value
             self._refuse_shared(metric)
-        if self._several:
+        if self._distributed:
             metric.since = self.stamp if self.scope.in_batch else -1
             metric.stamps = [] if metric.how == "function" else None
             self.schema = (self.schema + fingerprint(metric) - (0 if known is None else fingerprint(known))) % FINGERPRINTS
@@ -316,7 +316,7 @@ class MetricStore:
             MetricError: a rank with batches did not log the same metrics, or logged them with different options.
         """
         waiting, self._waiting = self._waiting, {}
-        if self._several:
+        if self._distributed:
             seen: dict[str, Any] = {}
             ended = end_step(self._world, self._metrics, waiting, self.stamp, seen)
             self.results.add(seen)
@@ -374,7 +374,7 @@ class MetricStore:
         if not self.suffix:
             return
         records = {key: one for key, one in self._metrics.items() if key[1] == self.suffix and one.how == "object"}
-        if self._several:
+        if self._distributed:
             for key, number in end_objects(self._world, records).items():
                 if key in records:
                     records[key].of_loader = number
@@ -399,8 +399,8 @@ class MetricStore:
         """The values of the epoch, also for monitors, and the metrics whose step value waits; `ends`: see `end_epoch`."""
         seen: dict[str, Any] = {}
         evaluation = self.scope in _EVALUATION
-        if self._several:
-            reduced = end_epoch(self._world, self._metrics, self.stamp, self.gaps, seen, last=evaluation, ends=ends)
+        if self._distributed:
+            reduced = end_epoch(self._world, self._metrics, self.stamp, self.missing_stamps, seen, last=evaluation, ends=ends)
         else:
             reduced = self._end_epoch(seen)
         self.results.add(seen, evaluation=evaluation)
@@ -454,13 +454,13 @@ class MetricStore:
 
         Until a metric is logged again, `step_values` returns these values, too.
         """
-        if not self._several:
+        if not self._distributed:
             return self.step_values()
         return agree_on_steps(self._world, self._metrics, last=self.scope in _EVALUATION)
 
     def schema_entries(self) -> list[Any]:
         """The metrics of this epoch, for which `schema` is a number; JSON."""
-        return [described(metric) for metric in self._metrics.values()]
+        return [describe(metric) for metric in self._metrics.values()]
 
     def check_schema(self, world: World) -> None:
         """Compare the metrics of this epoch with those of the other ranks.
@@ -527,12 +527,12 @@ class MetricStore:
                 self._waiting[key] = metric
                 continue
             self._metrics[key] = metric
-            if self._several:
+            if self._distributed:
                 self.schema = (self.schema + fingerprint(metric)) % FINGERPRINTS
 
     def discard(self) -> None:
         """Discard what was logged in this epoch (after the sanity check, or when an epoch is aborted)."""
-        self._metrics, self._waiting, self.stamp, self.gaps, self.schema, self.previewed = {}, {}, -1, [], 0, False
+        self._metrics, self._waiting, self.stamp, self.missing_stamps, self.schema, self.previewed = {}, {}, -1, [], 0, False
         self._loader_states, self._unmerged = LoaderStates(), []
 
 

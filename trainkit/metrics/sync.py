@@ -17,8 +17,8 @@ from torch import Tensor
 from trainkit.console import warn
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.metric_objects import computed, merge_objects, merge_values, states_of
-from trainkit.metrics.record import MetricInfo, Record, Scope, unstored, warn_missing
+from trainkit.metrics.metric_objects import compute_over_ranks, merge_objects, merge_values, states_of
+from trainkit.metrics.record import MetricInfo, Record, Scope, restore_value, warn_missing
 from trainkit.metrics.values import one_element, read
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
     "agree_on_steps",
     "apply",
     "check",
-    "described",
+    "describe",
     "end_epoch",
     "end_objects",
     "end_row",
@@ -61,15 +61,17 @@ class RankRecord(MetricInfo):
         step: value, samples (`None`: all ranks have agreed on the value), stamp and window of the step; `None` without a
             value. For a function and a window of several micro-batches the value is the list of their values.
         fresh: whether the loggers have not received the value.
-        awaits: whether the function or object is missing: it was not logged again since a resume.
+        incomplete: whether the function or object is missing: it was not logged again since a resume.
         epoch: for numbers the total and its samples; for a function values and stamps; for an object its class, whether
             its states can be combined, and its value if its loader has ended.
     """
 
-    __slots__ = ("awaits", "epoch", "fresh", "how", "main_only", "rank", "since", "step")
+    __slots__ = ("epoch", "fresh", "how", "incomplete", "main_only", "rank", "since", "step")
 
     def __init__(self, rank: int, data: Sequence[Any]) -> None:
-        name, suffix, options, self.how, self.main_only, self.since, self.step, self.fresh, self.awaits, self.epoch = data[:10]
+        name, suffix, options, self.how, self.main_only, self.since, self.step, self.fresh, self.incomplete, self.epoch = data[
+            :10
+        ]
         super().__init__((name, suffix), options)
         self.loaders = list(data[10]) if len(data) > 10 else []
         self.rank = rank
@@ -78,7 +80,7 @@ class RankRecord(MetricInfo):
 Groups = dict[tuple[str, str], list[RankRecord]]  # what the ranks reported of each metric, in rank order
 
 
-def described(record: Record) -> list[Any]:
+def describe(record: Record) -> list[Any]:
     """A metric without its values, as JSON."""
     options = [record.on_step, record.on_epoch, record.prog_bar, record.logger]
     return [record.name, record.suffix, options, record.how, record.main_only, record.since]
@@ -118,7 +120,7 @@ def report_of(records: Iterable[Record], *, epoch: bool = False) -> list[list[An
                     ended = []
                     later(record.total, ended)
                     ended.append(record.weight)
-        report.append([*described(record), step, record.fresh, record.awaits is not None, ended, record.loaders])
+        report.append([*describe(record), step, record.fresh, record.pending_state is not None, ended, record.loaders])
     for (into, index), number in zip(places, read(waiting), strict=True):
         into[index] = number
     return report
@@ -151,7 +153,11 @@ def groups(gathered: Iterable[Iterable[Sequence[Any]]]) -> Groups:
 
 
 def check(
-    found: Groups, last_stamps: Sequence[int], gaps: Sequence[Sequence[Sequence[int]]] | None = None, *, step: bool = False
+    found: Groups,
+    last_stamps: Sequence[int],
+    missing_stamps: Sequence[Sequence[Sequence[int]]] | None = None,
+    *,
+    step: bool = False,
 ) -> None:
     """Check that every rank that should have logged a metric has logged it, with the same options.
 
@@ -161,20 +167,20 @@ def check(
     Args:
         found: the metrics of all ranks.
         last_stamps: for each rank the stamp of its last batch; negative if it had none.
-        gaps: for each rank the earlier stamps at which other ranks had a batch and it had none, as [first, end].
+        missing_stamps: for each rank the earlier stamps at which other ranks had a batch and it had none, as [first, end].
         step: check the values of a step: only those with the newest stamp are required.
 
     Raises:
         MetricError: the ranks did not log the same metrics; the message names metrics and ranks.
     """
-    gaps = [[]] * len(last_stamps) if gaps is None else gaps
+    missing_stamps = [[]] * len(last_stamps) if missing_stamps is None else missing_stamps
     wrong: list[str] = []
     for group in found.values():
         first = group[0]
         if first.main_only and all(one.rank == 0 for one in group):
             continue
         needed = _newest(group) if step else min(one.since for one in group)
-        had = [_had_batch(needed, last, none) for last, none in zip(last_stamps, gaps, strict=True)]
+        had = [_had_batch(needed, last, none) for last, none in zip(last_stamps, missing_stamps, strict=True)]
         wrong += _missing(group, had)
         wrong += [_differing(first, other) for other in group[1:] if _options(first) != _options(other)][:1]
     if wrong:
@@ -193,9 +199,9 @@ def _missing(group: Sequence[RankRecord], had: Sequence[bool]) -> list[str]:
     ]
 
 
-def _had_batch(stamp: int, last: int, gaps: Sequence[Sequence[int]]) -> bool:
+def _had_batch(stamp: int, last: int, missing_stamps: Sequence[Sequence[int]]) -> bool:
     """Whether a rank had a batch at a stamp, or any batch if the stamp is negative."""
-    return last >= max(stamp, 0) and not any(first <= stamp < end for first, end in gaps)
+    return last >= max(stamp, 0) and not any(first <= stamp < end for first, end in missing_stamps)
 
 
 def _options(one: RankRecord) -> dict[str, Any]:
@@ -264,7 +270,7 @@ def step_number(group: Sequence[RankRecord], *, last: bool = False) -> tuple[flo
     if how in ("mean", "object"):
         totals = [value * weight for value, weight, *_ in steps if weight]
         return _mean(totals, sum(weight for _, weight, *_ in steps)), newest
-    return _combined(how, values), newest
+    return _combine(how, values), newest
 
 
 def _steps_of_newest(group: Sequence[RankRecord]) -> list[Any]:
@@ -286,7 +292,7 @@ def epoch_number(group: Sequence[RankRecord]) -> float | None:
     if not parts:
         return None
     totals = [part[0] for part in parts]
-    return _mean(totals, sum(part[1] for part in parts)) if group[0].how == "mean" else _combined(group[0].how, totals)
+    return _mean(totals, sum(part[1] for part in parts)) if group[0].how == "mean" else _combine(group[0].how, totals)
 
 
 def of_loader(group: Sequence[RankRecord]) -> float | None:
@@ -313,7 +319,7 @@ def _mean(totals: list[float], weight: float) -> float:
     return sum(totals) / weight if weight > 0 else math.nan
 
 
-def _combined(how: str, values: Sequence[float]) -> float:
+def _combine(how: str, values: Sequence[float]) -> float:
     if how == "sum":
         return sum(values)
     both = torch.tensor(values, dtype=torch.float64)  # which propagates NaN, as with a single rank
@@ -382,7 +388,7 @@ def end_epoch(
     world: World,
     records: Records,
     stamp: int,
-    gaps: Sequence[Sequence[int]],
+    missing_stamps: Sequence[Sequence[int]],
     callback: MutableMapping[str, Any],
     *,
     last: bool,
@@ -394,7 +400,7 @@ def end_epoch(
         world: the ranks.
         records: the metrics of this rank.
         stamp: the stamp of its last batch in the epoch.
-        gaps: the gaps of this rank, see `check`.
+        missing_stamps: those of this rank, see `check`.
         callback: receives the values of the epoch and, in training, of its last step.
         last: True in an evaluation, see `step_number`.
         ends: the epoch ends, and step values wait. False: only return its values so far.
@@ -402,15 +408,17 @@ def end_epoch(
     Raises:
         MetricError: the ranks did not log the same metrics, or a value is not a number.
     """
-    stamps, all_gaps, reports = zip(*world.exchange([stamp, gaps, report_of(records.values(), epoch=True)]), strict=True)
+    stamps, all_missing, reports = zip(
+        *world.exchange([stamp, missing_stamps, report_of(records.values(), epoch=True)]), strict=True
+    )
     found = groups(reports)
-    check(found, stamps, all_gaps)
+    check(found, stamps, all_missing)
     steps = _agree_on(world, found, records, last=last)
     if not last:
         callback.update(_by_name(steps))
     numbers = {key: group for key, group in found.items() if group[0].on_epoch and group[0].how not in ("function", "object")}
     values = {key: epoch_number(group) for key, group in numbers.items()}
-    values |= _computed_values(world, found, records)
+    values |= _compute_values(world, found, records)
     ended: Ended = []
     for key, group in found.items():
         value = values.get(key)
@@ -464,7 +472,7 @@ def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> d
     """The value of the step of each metric that has one; it is stored in the records, too."""
     there = {key: step for key, group in found.items() if (step := step_number(group, last=last)) is not None}
     lists = {key: values for key, (values, _) in there.items() if isinstance(values, list)}
-    alike = all(len(found[key]) == world.size and not any(one.awaits for one in found[key]) for key in lists)
+    alike = all(len(found[key]) == world.size and not any(one.incomplete for one in found[key]) for key in lists)
     applied = _first_of(world, {key: _apply_call(records.get(key), values) for key, values in lists.items()}, alone=alike)
     agreed: dict[Key, tuple[list[RankRecord], float]] = {}
     for key, (value, stamp) in there.items():
@@ -483,7 +491,7 @@ def _agree_on(world: World, found: Groups, records: Records, *, last: bool) -> d
 
 def _apply_call(record: Record | None, values: list[float]) -> Callable[[], float] | None:
     """A call of the function of a metric, if this rank has the function."""
-    if record is None or record.awaits is not None:
+    if record is None or record.pending_state is not None:
         return None
     name, function = record.full_name, record.reduce_fx
     return lambda: apply(name, function, values)
@@ -520,7 +528,7 @@ def _first_of(world: World, calls: Mapping[Key, Callable[[], float] | None], *, 
     return {key: next((v for v in column if v is not None), None) for key, column in zip(calls, columns, strict=True)}
 
 
-def _computed_values(world: World, found: Groups, records: Records) -> dict[Key, float | None]:
+def _compute_values(world: World, found: Groups, records: Records) -> dict[Key, float | None]:
     """The values of the epoch that a function or an object computes; nothing is exchanged if there are none."""
     calls = _object_calls(world, found, records)
     for key, group in found.items():
@@ -555,9 +563,9 @@ def _is_to_compute(group: list[RankRecord]) -> bool:
 def _reduce_call(group: list[RankRecord], record: Record | None) -> Callable[[], float] | None:
     """A call of a function with all values of the epoch, or its result before the resume if it was not passed again."""
     values = values_of(group)
-    if record is None or record.awaits is None:
+    if record is None or record.pending_state is None:
         return _apply_call(record, values) if values else None
-    so_far, own = record.awaits["so_far"], len(record.values)
+    so_far, own = record.pending_state["so_far"], len(record.values)
     return (lambda: read([so_far])[0]) if so_far is not None and own == len(values) else None
 
 
@@ -567,7 +575,7 @@ def _states(record: Record | None) -> dict[str, Any]:
         return {}
     if record.torchmetric is not None:
         return states_of(record.torchmetric) if hasattr(record.torchmetric, "_defaults") else {}
-    state = (record.awaits or {}).get("object")
+    state = (record.pending_state or {}).get("object")
     return {} if state is None else {"": {"updates": state["updates"], "states": state["states"]}}
 
 
@@ -577,7 +585,7 @@ def _compute_call(record: Record | None, gathered: list[dict[str, Any]]) -> Call
     name, metric = record.full_name, record.torchmetric
     if not hasattr(metric, "_defaults"):
         return lambda: read([one_element(name, metric.compute())])[0]
-    return lambda: read([one_element(name, computed(name, metric, gathered))])[0]
+    return lambda: read([one_element(name, compute_over_ranks(name, metric, gathered))])[0]
 
 
 def _refuse_other_libraries(group: list[RankRecord]) -> None:
@@ -656,7 +664,7 @@ def _for_numbers(how: str, entries: Sequence[Mapping[str, Any]]) -> State:
     total = None
     if totals := [entry["total"] for entry in entries if entry["total"] is not None]:
         # the total of a mean is a sum
-        merged = merge_values("sum" if how == "mean" else how, [unstored(one, None) for one in totals], [], False)
+        merged = merge_values("sum" if how == "mean" else how, [restore_value(one, None) for one in totals], [], False)
         total = _with_value(totals[0], merged)
     return {
         "total": total,
@@ -692,8 +700,8 @@ def _values(entry: Mapping[str, Any]) -> list[Any]:
     return list(values.unbind()) if isinstance(values, Tensor) else list(values)
 
 
-def _with_value(stored: Any, value: Tensor) -> Any:
-    return {**stored, "value": value} if isinstance(stored, Mapping) else value
+def _with_value(store_value: Any, value: Tensor) -> Any:
+    return {**store_value, "value": value} if isinstance(store_value, Mapping) else value
 
 
 def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
@@ -702,7 +710,7 @@ def _step_value(by_rank: Mapping[int, Mapping[str, Any]]) -> Tensor | None:
     for old, entry in by_rank.items():
         if entry["step_value"] is not None:
             values = [value for value, _ in entry.get("earlier", ())]  # of a function; absent from older checkpoints
-            numbers = read([unstored(value, None) for value in (*values, entry["step_value"])])
+            numbers = read([restore_value(value, None) for value in (*values, entry["step_value"])])
             how = "object" if entry["is_object"] else entry["reduce_fx"] or "function"
             weight = 1 if entry["step_weight"] is None and len(by_rank) == 1 else entry["step_weight"]
             stamp, window = entry["stamp"], entry.get("window", -1)

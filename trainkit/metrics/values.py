@@ -23,7 +23,7 @@ __all__ = [
     "one_number",
     "read",
     "reduction_of",
-    "stacked",
+    "stack",
     "weight_of",
 ]
 
@@ -108,7 +108,7 @@ TO_HOST: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {}
 """Device type → function that reads several values. It replaces a stack, which XLA would compile for each length."""
 
 
-def stacked(values: list[Any]) -> Tensor:
+def stack(values: list[Any]) -> Tensor:
     """The values as one float64 tensor on the device of the first tensor (the CPU if that does not support float64)."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not tensors:
@@ -116,7 +116,7 @@ def stacked(values: list[Any]) -> Tensor:
     first = tensors[0]
     if first.device.type in TO_HOST:
         fetched = iter(TO_HOST[first.device.type]([t.detach() for t in tensors]))
-        return stacked([next(fetched).item() if isinstance(value, Tensor) else value for value in values])
+        return stack([next(fetched).item() if isinstance(value, Tensor) else value for value in values])
     device = torch.device("cpu") if first.device.type == "mps" else first.device
     if len(tensors) == len(values) and all(t.dtype is first.dtype and t.device == first.device for t in tensors):
         return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one per value
@@ -127,7 +127,7 @@ def read(values: list[Any]) -> list[float]:
     """The values as numbers, with one wait for the device."""
     if not any(isinstance(value, Tensor) for value in values):
         return [float(value) for value in values]
-    numbers: list[float] = stacked([v.detach() if isinstance(v, Tensor) else v for v in values]).tolist()
+    numbers: list[float] = stack([v.detach() if isinstance(v, Tensor) else v for v in values]).tolist()
     return numbers
 
 

@@ -98,7 +98,7 @@ def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: I
     metrics.end_loader(index, count)
     count += batch_idx + 1
     if metrics.stamp + 1 < count:
-        metrics.gaps.append((metrics.stamp + 1, count))
+        metrics.missing_stamps.append((metrics.stamp + 1, count))
     return count
 
 
