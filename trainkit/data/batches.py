@@ -96,27 +96,27 @@ class BatchPadding:
 
 def concatenate_groups(batches: Iterator[Any], devices: int, join: Callable[[Sequence[Any]], Any]) -> Iterator[Any]:
     """Concatenate every `devices` batches; the last group may have fewer."""
-    while parts := list(islice(batches, devices)):
-        yield parts[0] if len(parts) == 1 else join(parts)
+    while group := list(islice(batches, devices)):
+        yield group[0] if len(group) == 1 else join(group)
 
 
-def concatenate_each(parts: Sequence[Any]) -> Any:
+def concatenate_each(batches: Sequence[Any]) -> Any:
     """`concatenate` for batches of several loaders, each with its own number of samples."""
-    return _rebuild_from(parts, concatenate)
+    return _rebuild_from(batches, concatenate)
 
 
-def concatenate(parts: Sequence[Any]) -> Any:
+def concatenate(batches: Sequence[Any]) -> Any:
     """Concatenate batches of the same structure.
 
     Raises:
         DataError: they cannot be concatenated.
     """
-    sizes = [batch_size(part) for part in parts]
-    return _concatenate_items(parts, sizes)
+    sizes = [batch_size(batch) for batch in batches]
+    return _concatenate_items(batches, sizes)
 
 
-def pad(batch: Any, samples: int, wanted: int) -> Any:
-    """A batch of `samples` padded to `wanted` samples with its last sample.
+def pad(batch: Any, samples: int, size: int) -> Any:
+    """A batch of `samples` padded to `size` samples with its last sample.
 
     Raises:
         DataError: an item has another number of samples.
@@ -125,29 +125,29 @@ def pad(batch: Any, samples: int, wanted: int) -> Any:
         if batch.ndim == 0:
             return batch
         _check_samples(batch, samples)
-        return torch.cat([batch, batch[-1:].expand(wanted - samples, *batch.shape[1:])])
+        return torch.cat([batch, batch[-1:].expand(size - samples, *batch.shape[1:])])
     if _is_list_of_samples(batch, samples):
-        return type(batch)([*batch, *[batch[-1]] * (wanted - samples)])
-    return rebuild(batch, lambda item: pad(item, samples, wanted))
+        return type(batch)([*batch, *[batch[-1]] * (size - samples)])
+    return rebuild(batch, lambda item: pad(item, samples, size))
 
 
-def _concatenate_items(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    first = parts[0]
-    if any(type(part) is not type(first) for part in parts):
-        kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
+def _concatenate_items(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
+    first = batches[0]
+    if any(type(batch) is not type(first) for batch in batches):
+        kinds = ", ".join(dict.fromkeys(type(batch).__name__ for batch in batches))
         raise DataError(
             f"micro-batches of one epoch cannot be concatenated: at one position they have different types: {kinds}. "
             "Return the same structure from every call of the collate_fn."
         )
     if isinstance(first, Tensor) and first.ndim:
-        for part, size in zip(parts, sizes, strict=True):
-            _check_samples(part, size)
-        return _concatenate_tensors(parts)
-    if all(_is_list_of_samples(part, size) for part, size in zip(parts, sizes, strict=True)):
-        return type(first)(chain.from_iterable(parts))
+        for batch, size in zip(batches, sizes, strict=True):
+            _check_samples(batch, size)
+        return _concatenate_tensors(batches)
+    if all(_is_list_of_samples(batch, size) for batch, size in zip(batches, sizes, strict=True)):
+        return type(first)(chain.from_iterable(batches))
     if isinstance(first, Mapping | list | tuple) or (dataclasses.is_dataclass(first) and not isinstance(first, type)):
-        return _rebuild_from(parts, lambda items: _concatenate_items(items, sizes))
-    if all(_equal(first, part) for part in parts[1:]):
+        return _rebuild_from(batches, lambda items: _concatenate_items(items, sizes))
+    if all(_equal(first, batch) for batch in batches[1:]):
         return first
     raise DataError(
         f"micro-batches of one epoch cannot be concatenated: each has its own {_preview(first)}, which cannot be combined. "
@@ -155,34 +155,34 @@ def _concatenate_items(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
     )
 
 
-def _rebuild_from(parts: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
+def _rebuild_from(batches: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
     """A container like the first, each item joined with the items at the same position in the others."""
-    columns = zip(*(_items(part, parts[0]) for part in parts), strict=True)
-    return rebuild(parts[0], lambda _: join(next(columns)))
+    columns = zip(*(_items(batch, batches[0]) for batch in batches), strict=True)
+    return rebuild(batches[0], lambda _: join(next(columns)))
 
 
-def _items(part: Any, like: Any) -> list[Any]:
+def _items(batch: Any, like: Any) -> list[Any]:
     if isinstance(like, Mapping):
-        if part.keys() != like.keys():
-            odd = sorted(map(str, set(part) ^ set(like)))
+        if batch.keys() != like.keys():
+            odd = sorted(map(str, set(batch) ^ set(like)))
             raise DataError(f"micro-batches of one epoch cannot be concatenated: only some have the keys {', '.join(odd)}.")
-        return [part[key] for key in like]
+        return [batch[key] for key in like]
     if isinstance(like, list | tuple):
-        if len(part) != len(like):
+        if len(batch) != len(like):
             raise DataError(
                 f"micro-batches of one epoch cannot be concatenated: one is {with_article(type(like).__name__)} "
-                f"of {len(like)} items, another of {len(part)}."
+                f"of {len(like)} items, another of {len(batch)}."
             )
-        return list(part)
+        return list(batch)
     names = [field.name for field in dataclasses.fields(like) if hasattr(like, field.name)]
-    return [getattr(part, name) for name in names]
+    return [getattr(batch, name) for name in names]
 
 
-def _concatenate_tensors(parts: Sequence[Any]) -> Tensor:
+def _concatenate_tensors(batches: Sequence[Any]) -> Tensor:
     try:
-        return torch.cat(list(parts))
+        return torch.cat(list(batches))
     except RuntimeError as error:
-        shapes = ", ".join(dict.fromkeys(str(tuple(part.shape)) for part in parts))
+        shapes = ", ".join(dict.fromkeys(str(tuple(batch.shape)) for batch in batches))
         raise DataError(
             f"micro-batches of one epoch cannot be concatenated: they contain tensors of the shapes {shapes}, which may differ "
             "only in the first dimension. Pad all samples to one length, in the dataset or the collate_fn."

@@ -20,6 +20,7 @@ __all__ = [
     "CombinedLoader",
     "as_passed",
     "batch_size_of",
+    "batches_in",
     "begins_again",
     "end_of",
     "evaluation_sources",
@@ -29,7 +30,6 @@ __all__ = [
     "iterates_itself",
     "length_of",
     "loaders_in",
-    "parts_of_batch",
     "rebuild_collection",
     "resamples",
     "restartable",
@@ -117,14 +117,14 @@ def rebuild_collection(collection: Any, values: Iterator[Any]) -> Any:
     return rebuild(collection, lambda item: rebuild_collection(item, values) if is_collection(item) else next(values))
 
 
-def parts_of_batch(collection: Any, batch: Any) -> Iterator[Any]:
+def batches_in(collection: Any, batch: Any) -> Iterator[Any]:
     """The batches in a batch that `rebuild_collection` built."""
     if is_loader(collection):
         yield batch
         return
     for key in collection if isinstance(collection, Mapping) else range(len(collection)):
         if is_collection(collection[key]):
-            yield from parts_of_batch(collection[key], batch[key])
+            yield from batches_in(collection[key], batch[key])
         else:
             yield batch[key]
 
@@ -197,7 +197,7 @@ class CombinedLoader:
         """Return the number of samples in a batch that `assemble` made."""
         if self.mode == "sequential":
             return batch_size(batch)
-        return sum(batch_size(part) for part in parts_of_batch(self._iterables, batch) if part is not None)
+        return sum(batch_size(part) for part in batches_in(self._iterables, batch) if part is not None)
 
     def assemble(self, batches: list[Any]) -> Any:
         """Build a batch of the form of `iterables` from one batch of each loader."""
@@ -206,14 +206,14 @@ class CombinedLoader:
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
         loaders = self.flattened
         lengths = [length_of(loader) for loader in loaders]
-        parts = [_Bounded(loader, length) for loader, length in zip(loaders, lengths, strict=True)]
+        bounded = [_Bounded(loader, length) for loader, length in zip(loaders, lengths, strict=True)]
         if self.mode == "sequential":
-            for number, part in enumerate(parts):
-                yield from ((batch, index, number) for index, batch in enumerate(part))
+            for number, loader in enumerate(bounded):
+                yield from ((batch, index, number) for index, batch in enumerate(loader))
             return
-        rows: Iterator[Any] = _restarting(parts)
+        rows: Iterator[Any] = _restarting(bounded)
         if self.mode != "max_size_cycle":
-            rows = zip(*parts) if self.mode == "min_size" else zip_longest(*parts)  # noqa: B905 - ends with the shortest
+            rows = zip(*bounded) if self.mode == "min_size" else zip_longest(*bounded)  # noqa: B905 - ends with the shortest
         for index, batches in enumerate(islice(rows, end_of(self.mode, lengths))):
             yield self.assemble(list(batches)), index, 0
 

@@ -20,7 +20,7 @@ from trainkit.errors import DataError
 from trainkit.nested import first_tensor, rebuild
 from trainkit.rng import RandomState
 
-__all__ = ["OwnParts", "ReadRecord", "digest", "overlap", "parts_of", "preserve_state"]
+__all__ = ["ReadRecord", "SeparateData", "digest", "find_separate_data", "overlap", "preserve_state"]
 
 _PART = 1 << 20  # bytes at each end of an array that are hashed: enough to distinguish batches, and fast
 _QUICK = 1 << 14  # the same for batches of which every one is recorded
@@ -192,19 +192,19 @@ def _sample_of(value: Any, row: int, size: int) -> Any:
 _ENDS = 64  # indices at each end of a subset that are compared
 
 
-class OwnParts(NamedTuple):
+class SeparateData(NamedTuple):
     """Each process reads its own part of the data.
 
     Attributes:
-        batches: the stated lengths of the loaders, by rank.
-        of_dataset: the datasets differ; otherwise the user's sampler yields different indices on each process.
+        lengths: the stated lengths of the loaders, by rank.
+        datasets: the datasets differ; otherwise the user's sampler yields different indices on each process.
     """
 
-    batches: list[int | None]
-    of_dataset: bool
+    lengths: list[int | None]
+    datasets: bool
 
 
-def parts_of(
+def find_separate_data(
     world: World,
     loader: DataLoader[Any],
     samples: int | None,
@@ -212,7 +212,7 @@ def parts_of(
     order: Any,
     first: str | None,
     whole: bool = False,
-) -> OwnParts | None:
+) -> SeparateData | None:
     """Whether each process reads its own part, else `None`. Collective.
 
     Args:
@@ -235,7 +235,7 @@ def parts_of(
     lengths = [facts["batches"] for _, facts, *_ in said]
     firsts, _, subsets, contents = zip(*said, strict=True)
     if set(firsts) != {first}:
-        return OwnParts(lengths, of_dataset=False)
+        return SeparateData(lengths, datasets=False)
     if len(set(subsets)) > 1:
         raise DataError(
             "each process has different samples in its Subset. If random_split drew them, use the same seed on all processes: "
@@ -245,7 +245,7 @@ def parts_of(
     alike = _equal_but_for_lengths([facts for _, facts, *_ in said])
     # samples that are random in themselves, from a generator that is not seeded, are other ones when they are fetched again
     if alike and _differ(list(contents)) and all(world.exchange(_content(loader, samples) == content)):
-        return OwnParts(lengths, of_dataset=True)
+        return SeparateData(lengths, datasets=True)
     if any(other[1] != said[0][1] for other in said):
         raise _different_loaders([facts for _, facts, *_ in said])
     return None
@@ -324,8 +324,8 @@ def preserve_state(sampler: Any) -> Iterator[None]:
     A sampler that continues where it stopped, or that shuffles with its own generator, then yields the same indices on any
     number of processes.
     """
-    found = [holder for holder in (sampler, getattr(sampler, "sampler", None)) if hasattr(holder, "__dict__")]
-    before = [(vars(holder), dict(vars(holder))) for holder in found]
+    attributes = [vars(each) for each in (sampler, getattr(sampler, "sampler", None)) if hasattr(each, "__dict__")]
+    before = [(present, dict(present)) for present in attributes]
     states = [(value, _state_of(value)) for _, kept in before for value in kept.values()]
     try:
         yield

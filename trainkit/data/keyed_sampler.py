@@ -30,7 +30,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import counted, notice, warn, with_article
 from trainkit.data.combined import iterates_itself, length_of
-from trainkit.data.comparison import digest, parts_of, preserve_state
+from trainkit.data.comparison import digest, find_separate_data, preserve_state
 from trainkit.data.loader_workers import ignore_group_signals
 from trainkit.data.order import Permutation, user_epoch
 from trainkit.data.stream_sharder import has_state, rewind
@@ -75,7 +75,7 @@ class KeyedBatches:
         sizes: samples of every micro-batch but the last, and of the last.
         name: of the sampler, for messages.
         splits: the sampler yields different indices on each process, and each process reads all of its own.
-        of_parts: each process has its own dataset, and reads all of it; then `splits` too.
+        separate_datasets: each process has its own dataset, and reads all of it; then `splits` too.
         counted: number of micro-batches in the last epoch that was read to its end.
         continues: the sampler has a state, from which it may continue in the next epoch.
     """
@@ -97,7 +97,7 @@ class KeyedBatches:
         self.length = self.stated = length
         self.exact = exact and length is not None
         self.sizes = sizes if self.exact else None
-        self.splits = self.of_parts = False
+        self.splits = self.separate_datasets = False
         self.epoch = self.start = self.turn = 0
         self.step = 1
         self.limit: int | None = None
@@ -376,18 +376,20 @@ def _compare_loaders(batches: KeyedBatches, world: World, sampler: Any, loader: 
             drawn = batches._draw(0, 0, 1)
             first = digest(next(drawn, None))
             drawn.close()
-    parts = parts_of(world, loader, length_of(loader.dataset), batches.length, order, first, is_distributed(sampler))
-    if parts is not None:
-        known = [length for length in parts.batches if length is not None]
+    separate = find_separate_data(
+        world, loader, length_of(loader.dataset), batches.length, order, first, is_distributed(sampler)
+    )
+    if separate is not None:
+        known = [length for length in separate.lengths if length is not None]
         batches.splits, batches.exact, batches.sizes = True, False, None
-        batches.length = world.size * max(known) if len(known) == len(parts.batches) else None
-        batches.of_parts = parts.of_dataset
-        _tell_of_parts(type(loader.dataset if parts.of_dataset else sampler).__name__, parts.of_dataset)
+        batches.length = world.size * max(known) if len(known) == len(separate.lengths) else None
+        batches.separate_datasets = separate.datasets
+        _notice_separate_data(type(loader.dataset if separate.datasets else sampler).__name__, separate.datasets)
     return batches
 
 
-def _tell_of_parts(name: str, of_dataset: bool) -> None:
-    if of_dataset:
+def _notice_separate_data(name: str, datasets: bool) -> None:
+    if datasets:
         notice(
             f"{name} has different samples on each process (the first, the middle and the last were compared): each process "
             "reads its own dataset to the end, so the order of the data depends on the number of processes. If all processes "
@@ -499,13 +501,13 @@ def _draw_from_sampler(
         epoch = 0 if same_each_epoch else epoch
         keys = KeyStream(seed, stage, Purpose.ORDER, epoch)
         order = keys(0)
-        holders: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
-        for holder in holders:
+        samplers: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
+        for each in samplers:
             if evaluates:
-                rewind(holder)
-            if hasattr(holder, "set_epoch"):
-                holder.set_epoch(user_epoch(epoch))
-            generator = getattr(holder, "generator", None)
+                rewind(each)
+            if hasattr(each, "set_epoch"):
+                each.set_epoch(user_epoch(epoch))
+            generator = getattr(each, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(order)
         iterator = RandomState.keyed(order, lambda: iter(sampler))
@@ -535,12 +537,12 @@ def _next_indices(iterator: Iterator[Any], size: int | None, drop_last: bool) ->
     return indices
 
 
-def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]:
-    """A loader like this one that yields each batch in `parts` micro-batches.
+def split_batches(loader: Any, processes: int) -> tuple[DataLoader[Any], int | None]:
+    """A loader like this one that yields each batch in `processes` micro-batches.
 
     Args:
         loader: the user's loader, which is not changed.
-        parts: micro-batches of a batch, one for each process.
+        processes: number of processes, each of which gets one micro-batch of a batch.
 
     Returns:
         The loader of micro-batches, and their number in an epoch if `drop_last` drops micro-batches of a short last batch;
@@ -562,32 +564,32 @@ def split_batches(loader: Any, parts: int) -> tuple[DataLoader[Any], int | None]
                 "split_batches=True with drop_last=True: the last batch of a stream is not known in advance. Remove "
                 "drop_last: a short last batch counts by its samples."
             )
-        changes["batch_size"] = _size(loader.batch_size, parts)
+        changes["batch_size"] = _size(loader.batch_size, processes)
     elif type(sampler) is BatchSampler:
-        size = _size(sampler.batch_size, parts)
+        size = _size(sampler.batch_size, processes)
         changes["batch_sampler"] = BatchSampler(sampler.sampler, size, sampler.drop_last)
         if loader.batch_size is not None:
             changes["batch_size"] = size
-        end = _whole(sampler, parts) if sampler.drop_last else None
+        end = _whole(sampler, processes) if sampler.drop_last else None
     else:
-        changes["batch_sampler"] = _SplitBatches(sampler, parts)
+        changes["batch_sampler"] = _SplitBatches(sampler, processes)
     split = copy.copy(loader)
     split.__dict__.update(changes)  # DataLoader refuses to assign them
     return split, end
 
 
-def _size(batch_size: Any, parts: int) -> int:
+def _size(batch_size: Any, processes: int) -> int:
     """Samples of a micro-batch."""
-    if batch_size % parts:
-        nearest = max(1, batch_size // parts) * parts
+    if batch_size % processes:
+        nearest = max(1, batch_size // processes) * processes
         raise ConfigurationError(
-            f"split_batches=True: a batch_size of {batch_size} cannot be divided by {parts} processes. Use {nearest}, or "
+            f"split_batches=True: a batch_size of {batch_size} cannot be divided by {processes} processes. Use {nearest}, or "
             "remove split_batches: batch_size is then that of one process."
         )
-    return int(batch_size // parts)
+    return int(batch_size // processes)
 
 
-def _whole(sampler: BatchSampler, parts: int) -> int:
+def _whole(sampler: BatchSampler, processes: int) -> int:
     """Micro-batches of the batches that are not short."""
     inner: Any = sampler.sampler
     try:
@@ -597,7 +599,7 @@ def _whole(sampler: BatchSampler, parts: int) -> int:
             f"split_batches=True with drop_last=True: {type(inner).__name__} has no length. Define __len__, or remove "
             "drop_last."
         ) from None
-    return samples // sampler.batch_size * parts
+    return samples // sampler.batch_size * processes
 
 
 def _describe(loader: Any) -> str:
@@ -607,10 +609,10 @@ def _describe(loader: Any) -> str:
 
 
 class _SplitBatches:
-    """The batches of a user's batch sampler, each divided into `parts` parts whose sizes differ by at most 1."""
+    """The batches of a user's batch sampler, each divided into `processes` parts whose sizes differ by at most 1."""
 
-    def __init__(self, sampler: Any, parts: int) -> None:
-        self.sampler, self._parts = sampler, parts
+    def __init__(self, sampler: Any, processes: int) -> None:
+        self.sampler, self._processes = sampler, processes
 
     def __getattr__(self, name: str) -> Any:
         if name == "sampler" or name.startswith("__"):
@@ -623,21 +625,22 @@ class _SplitBatches:
         return getattr(self.sampler, "batch_size", None)
 
     def __len__(self) -> int:
-        return len(self.sampler) * self._parts
+        return len(self.sampler) * self._processes
 
     def __iter__(self) -> Iterator[Sequence[Any]]:
         short = 0
         for batch in self.sampler:
             if short:
                 raise DataError(
-                    f"split_batches=True: {type(self.sampler).__name__} yielded {short} samples for {self._parts} processes, "
-                    "which only the last batch of an epoch may do. Yield at least one sample for each process in each batch."
+                    f"split_batches=True: {type(self.sampler).__name__} yielded {short} samples for {self._processes} "
+                    "processes, which only the last batch of an epoch may do. Yield at least one sample for each process in "
+                    "each batch."
                 )
             indices = list(batch)
-            short = len(indices) if len(indices) < self._parts else 0
-            each, more = divmod(len(indices), self._parts)
+            short = len(indices) if len(indices) < self._processes else 0
+            each, more = divmod(len(indices), self._processes)
             begin = 0
-            for part in range(self._parts):
+            for part in range(self._processes):
                 end = begin + each + (part < more)
                 if end > begin:
                     yield indices[begin:end]

@@ -216,7 +216,11 @@ class LoaderStream(_OneSource):
         """What shards an iterable dataset; a map-style one is sharded by its sampler."""
         if self._batches is not None:
             name = type(loader.dataset).__name__
-            return StreamSharder.of_parts(world, name) if self._batches.of_parts else StreamSharder(_ONE_PROCESS, name)
+            return (
+                StreamSharder.for_separate_datasets(world, name)
+                if self._batches.separate_datasets
+                else StreamSharder(_ONE_PROCESS, name)
+            )
         own, samples = length_of(loader), length_of(loader.dataset)
         self._refills = loader.num_workers > 1 and own is not None and loader.batch_size is not None and not loader.drop_last
         extra = loader.num_workers - 1 if self._refills else 0  # all workers but one may end with a short batch
@@ -293,8 +297,8 @@ class LoaderStream(_OneSource):
         try:
             if self._history is None:
                 # The keyed sampler starts at the right place.
-                of_parts = self._batches is not None and self._batches.of_parts
-                yield from self._sharder.record_samples(batches) if of_parts else batches
+                separate = self._batches is not None and self._batches.separate_datasets
+                yield from self._sharder.record_samples(batches) if separate else batches
                 return
             self._slots.allow(self._sharder.reads(first, limit, turn, step))
             reopen = partial(self._reopen, epoch)

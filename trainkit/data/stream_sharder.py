@@ -341,7 +341,7 @@ class StreamSharder:
             )
 
     @classmethod
-    def of_parts(cls, world: World, name: str) -> StreamSharder:
+    def for_separate_datasets(cls, world: World, name: str) -> StreamSharder:
         """For a map-style dataset of which each process has its own part: at the end of an epoch the parts are compared."""
         sharder = cls(_ONE_PROCESS, name)
         sharder._world, sharder._decided, sharder.splits = world, True, True
