@@ -148,7 +148,7 @@ class PreparedLoader:
         self._last: Any = NO_BATCH  # the last batch, where padding may need it
         for history in self._stream.histories:
             if window is None:
-                history.stop()  # an evaluation always starts from the beginning
+                history.stop()  # An evaluation always starts from the beginning.
             else:
                 history.keep((4 + 2 * window) * world.devices)  # the current window, and the next one fetched in advance
 
@@ -209,7 +209,7 @@ class PreparedLoader:
         self._epoch = epoch
         self._note(start, start, last=True)
         if self._resumed[0] == epoch and start < self._resumed[1]:
-            self._resumed = (-1, 0, 0)  # the epoch starts again
+            self._resumed = (-1, 0, 0)  # The epoch starts again.
         world, begin = self._world, self._micro_batch(epoch, start)
         batches: Iterator[Any] = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
         if world.devices > 1:
@@ -247,7 +247,7 @@ class PreparedLoader:
         for place, batch in enumerate(batches):
             number = first + place * width
             if moves:
-                batch = move(batch, device)  # instead of self._transfer, which is one more call in each step
+                batch = move(batch, device)  # Not self._transfer, which would be one more call in each step.
             elif transfer is not None:
                 batch = transfer(batch, number)
             seed_generators(keys(number), generators)
@@ -262,12 +262,12 @@ class PreparedLoader:
     def _window_parts(self, window: int, batches: Iterator[Any], start: int, begin: int, taken: int) -> Iterator[WindowPart]:
         """The batches, on the CPU, with their places in windows of `window`; `begin` is the micro-batch of all ranks there."""
         sizes, length, world = self._stream.sizes, self.micro_batches, self._world
-        # your own training loop may enter a window in the middle, or complete one that it left
+        # Your own training loop may enter a window in the middle, or complete one that it left.
         entries = self._reader is not None and (world.size == 1 or window > 1 or taken > 0)
         if self._weigh is None and sizes is not None and length is not None:
             if length != self._stream.length:
-                sizes = (sizes[0], sizes[0])  # the limit excludes the short last micro-batch
-            if world.devices > 1:  # a joined batch counts as one micro-batch
+                sizes = (sizes[0], sizes[0])  # The limit excludes the short last micro-batch.
+            if world.devices > 1:  # A joined batch counts as one micro-batch.
                 sizes = (sizes[0] * world.devices, (length - begin - 1) % world.devices * sizes[0] + sizes[1])
                 begin, length = start, start - (begin - length) // world.devices
             return plan_windows(batches, world, window, begin, length, sizes, index=start, taken=taken, entries=entries)
@@ -303,7 +303,7 @@ class PreparedLoader:
             if not window.agreed and not self._agree(window):
                 break
             begin, end, kind = window.begin, window.begin + window.per_rank, MicroBatchKind.DATA
-            # with padding, all ranks have the same number: users gather at each micro-batch, and so does a sharded forward
+            # With padding, all ranks have the same number: users gather at each micro-batch, and so does a sharded forward.
             later = range(index + 1, end) if ends else range(0)
             last = ends and not (later and self.pads)
             self._note(begin, end if last else index + 1, last)
@@ -318,7 +318,7 @@ class PreparedLoader:
             if ranks > 1 and self.pads:
                 self._last = copied(batch)
             yield window.micro_batch(batch, kind, index, weight, last, ranks)
-            # your own training loop may step after each micro-batch, so it decides whether to run those without data
+            # Your own training loop may step after each micro-batch, so it decides whether to run those without data.
             for index in later if self.pads or self._reader is not None else ():
                 last = index == end - 1
                 self._note(begin, index + 1, last)
@@ -333,7 +333,7 @@ class PreparedLoader:
         """Exchange what all ranks know of a window; returns whether it has micro-batches, or else the epoch has ended."""
         if not window.agree(self._world):
             raise self._stream.sharders[0].different_streams()
-        if window.per_rank == 0 and self._stream.splits:  # otherwise each window has been compared
+        if window.per_rank == 0 and self._stream.splits:  # Otherwise each window has been compared.
             self.end_epoch()
         return window.per_rank > 0
 
@@ -474,7 +474,7 @@ class PreparedLoader:
             done = self._reader.completed(self)
         elif self._window_start is not None:
             done = self._window_start
-        # the length may only be known at the end of the epoch
+        # The length may only be known at the end of the epoch.
         if (self.exhausted and done == self.given) or (done and done == self.length):
             return self.position(self._epoch + 1, 0)
         return self.position(self._epoch, done)

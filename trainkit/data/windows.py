@@ -171,7 +171,7 @@ def plan_windows(
         begin, per_rank = end, size
         index = window.begin + window.per_rank
     if ranks == 1:
-        next(batches, None)  # a sampler may have code after its last yield
+        next(batches, None)  # A sampler may have code after its last `yield`.
 
 
 def collect_windows(
