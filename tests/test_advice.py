@@ -89,7 +89,7 @@ def accepts(kind: type, key: str) -> bool:
     if key in parameters:
         return True
     if "options" in parameters and kind.__name__ == "ZeROStrategy":
-        from trainkit.strategies.zero.zero_options import ZeROOptions
+        from trainkit.strategies.zero.zero_strategy import ZeROOptions
 
         return key in ZeROOptions.__annotations__
     return False

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.checks import real_number
+from trainkit.console import notice
 from trainkit.distributed.requested_devices import RequestedDevices
-from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError, nearest
 from trainkit.footprint import Contents, Footprint, Moment, in_backward
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.nested import leaves
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, check_modules_match
-from trainkit.strategies._gather import gathered
-from trainkit.strategies._membership import Membership
-from trainkit.strategies._reduction import average_gradients, broadcast, mean, sparse_parameters
-from trainkit.strategies.ddp.compression import Compression
-from trainkit.strategies.ddp.fixed_buckets import FixedDDP
+from trainkit.strategies._collectives import (
+    Buffers,
+    average_gradients,
+    broadcast,
+    check_modules_match,
+    sparse_parameters,
+)
+from trainkit.strategies._processes import ProcessStrategy
 from trainkit.strategies.ddp.info import INFO
-from trainkit.strategies.ddp.replica import PreparedModel, Replica, TrainingStep
-from trainkit.strategies.ddp.sync_batchnorm import SyncedBatchNorms
-from trainkit.strategy import Strategy
+from trainkit.strategies.ddp.replica import FixedDDP, PreparedModel, Replica, TrainingStep
 
-__all__ = ["DDPStrategy"]
+__all__ = ["DDPStrategy", "SyncedBatchNorms"]
+
 
 _NULL = nullcontext()
 
 
-class DDPStrategy(Strategy):
+class DDPStrategy(ProcessStrategy):
     """Data parallel training with torch's `DistributedDataParallel`, on any number of processes. What `strategy="ddp"` makes.
 
     Each rank has the whole model and processes its shard of each global batch. Gradients are averaged in buckets during the
@@ -88,10 +94,8 @@ class DDPStrategy(Strategy):
         device: str | torch.device = "auto",
         precision: Precision | str | int | None = None,
     ) -> None:
-        super().__init__(device, precision)
+        super().__init__(process_group_backend, timeout, device, precision)
         real_number(bucket_cap_mb, "bucket_cap_mb", above=0, example=25)
-        self._membership = Membership("DDPStrategy", device, process_group_backend, timeout)
-        self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -110,9 +114,7 @@ class DDPStrategy(Strategy):
         self._stepping = False  # inside a training_step of automatic optimization
 
     def join(self, wanted: RequestedDevices) -> None:
-        """See `trainkit.Strategy.join`."""
-        self.world, self.device = self._membership.join(wanted, self.device)
-        self.joined = True
+        super().join(wanted)
         if self.sync_batchnorm and self.device.type == "cpu" and not self._alone:
             raise ConfigurationError(
                 "sync_batchnorm=True does not work on the CPU: torch supports nn.SyncBatchNorm on GPUs only. Remove it, or use "
@@ -138,7 +140,6 @@ class DDPStrategy(Strategy):
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.wrap`."""
         if self._alone:
             return module
         model = PreparedModel(module, late=self.static_graph, **self._options())
@@ -172,7 +173,6 @@ class DDPStrategy(Strategy):
         return self.micro_batch.last and not self.micro_batch.uneven
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, PreparedModel) else super().unwrap(module)
 
     def step_function(
@@ -214,11 +214,7 @@ class DDPStrategy(Strategy):
             self._backward_of_models(loss, **kwargs)
 
     def _backward_of_models(self, loss: Tensor, call: Callable[..., Any] = Tensor.backward, **kwargs: Any) -> None:
-        """Run the backward pass of your own training loop, through the prepared models that it called.
-
-        Raises:
-            ModuleError: It called no prepared model.
-        """
+        """Run the backward pass of your own training loop, through the prepared models that it called."""
         called = [model for model in self._models if model.replica.called]
         if self._models and not called:
             raise ModuleError(
@@ -239,7 +235,6 @@ class DDPStrategy(Strategy):
         return self.world.collectives if any(model.replica.due() for model in models) else _NULL
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See `trainkit.Strategy.skip_backward`."""
         if self._alone:
             return
         due = micro.last and not micro.uneven
@@ -277,18 +272,11 @@ class DDPStrategy(Strategy):
         """
         if self._alone:
             return
-        own = [] if self._step is None else [self._step.probe_parameter]
+        probes = [] if self._step is None else [self._step.probe_parameter]
         with self.world.collectives:
-            average_gradients([*parameters, *own], self.bucket_cap_mb, wire=self._compression.wire, sparse=self._sparse)
+            average_gradients([*parameters, *probes], self.bucket_cap_mb, wire=self._compression.wire, sparse=self._sparse)
         for replica in self._replicas():
             replica.forget_backward()
-
-    def mean(self, value: Tensor) -> Tensor:
-        """See `trainkit.Strategy.mean`."""
-        if self._alone:
-            return value
-        with self.world.collectives:
-            return mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters, and broadcast the buffers from rank 0.
@@ -318,10 +306,6 @@ class DDPStrategy(Strategy):
                 "parameters in __init__ or configure_model, and prepare all modules: accelerator.prepare(model, other)"
             )
 
-    def sync_buffers(self) -> None:
-        """See `trainkit.Strategy.sync_buffers`."""
-        self._buffers.sync()
-
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`. Adds the buckets, unless gradients are views of them."""
         alone = super().footprint(contents, processes)
@@ -334,14 +318,9 @@ class DDPStrategy(Strategy):
         return replace(alone, moments=moments)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """See `trainkit.Strategy.all_gather`.
-
-        Raises:
-            ConfigurationError: The ranks pass different containers, shapes or dtypes, or not all ranks call it.
-        """
         if self.micro_batch.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)
-        return data if self._alone else gathered(data, self.world, self.device, sync_grads, alike)
+        return super().all_gather(data, sync_grads, alike)
 
     def _refuse_uneven(self, data: Any, sync_grads: bool) -> None:
         """Raise an error where ranks without a micro-batch do not participate: in `training_step` and in its backward."""
@@ -352,14 +331,6 @@ class DDPStrategy(Strategy):
                 "after n micro-batches, where n is the number that every rank has: Trainer(limit_train_batches=n)"
             )
 
-    def barrier_for(self, verb: str) -> None:
-        """See `trainkit.Strategy.barrier_for`.
-
-        Raises:
-            CollectiveError: Another rank is in a different verb, or has exited; the message names the lines of code.
-        """
-        CollectiveChecks.of(self.world).wait(verb)
-
     def teardown(self) -> None:
         """Remove the hooks from the parameters. Keeps the process groups, which may be used elsewhere."""
         for replica in self._replicas():
@@ -367,3 +338,162 @@ class DDPStrategy(Strategy):
         self._norms.restore()
         self._reset()
         super().teardown()
+
+
+class SyncedBatchNorms:
+    """Replaces BatchNorm layers by `nn.SyncBatchNorm`, which communicates in every forward.
+
+    In an accumulation window in which ranks have different numbers of micro-batches, each rank uses its own statistics, because
+    ranks without a micro-batch run no forward.
+    """
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []  # parent module, name, the user's layer
+        self._layers: list[nn.SyncBatchNorm] = []
+        self._local_group: Any = None  # a process group that contains only this rank
+        self._local = False
+
+    def __bool__(self) -> bool:
+        return bool(self._layers)
+
+    def convert(self, module: nn.Module, world: World) -> None:
+        """Replace all BatchNorm layers by synchronized ones with the same parameters and buffers."""
+        synced: dict[nn.Module, nn.SyncBatchNorm] = {}
+        for owner in list(module.modules()):
+            for name, layer in list(owner.named_children()):
+                if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm):
+                    if layer not in synced:
+                        synced[layer] = nn.SyncBatchNorm.convert_sync_batchnorm(layer)
+                    setattr(owner, name, synced[layer])
+                    self._replaced.append((owner, name, layer))
+        self._layers += [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
+        if self._layers and self._local_group is None:
+            groups = [dist.new_group([rank]) for rank in range(world.size)]  # every rank must create every group
+            self._local_group = groups[world.rank]
+            notice(
+                "sync_batchnorm: in an accumulation window in which some ranks have fewer micro-batches than others, such as "
+                "the last one of an epoch, each rank uses its own BatchNorm statistics."
+            )
+
+    def select_statistics(self, uneven: bool) -> None:
+        """Select synchronized or local statistics, before the first forward of an accumulation window."""
+        if uneven is not self._local:
+            self._local = uneven
+            for layer in self._layers:
+                layer.process_group = self._local_group if uneven else None
+
+    def restore(self) -> None:
+        """Restore the user's layers, with the parameters and buffers of the synchronized ones."""
+        self.select_statistics(False)
+        for owner, name, layer in self._replaced:
+            synced = getattr(owner, name)
+            layer._parameters.update(synced._parameters)
+            layer._buffers.update(synced._buffers)
+            layer.train(synced.training)
+            setattr(owner, name, layer)
+        self._replaced.clear()
+        self._layers.clear()
+
+
+_WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_POWERSGD = "powersgd"
+
+
+class Compression:
+    """The communication hook that `DDPStrategy(comm_hook=, comm_state=)` selects.
+
+    Args:
+        hook: `"fp16"`, `"bf16"`, `"powersgd"`, a DDP communication hook, or `None`.
+        state: The first argument of the hook. For "powersgd": a `PowerSGDState` of torch, or a dict of its options.
+
+    Attributes:
+        wire: The dtype that gradients are sent in, for "fp16" and "bf16"; else `None`.
+    """
+
+    def __init__(self, hook: str | Callable[..., Any] | None, state: Any) -> None:
+        known = (*_WIRES, _POWERSGD)
+        if isinstance(hook, str) and hook not in known:
+            raise UnknownNameError(
+                f"unknown comm_hook {hook!r}; known: {', '.join(known)}, or a function (state, bucket) like those in "
+                f"torch.distributed.algorithms.ddp_comm_hooks.{nearest(hook, known)}"
+            )
+        if hook is not None and not isinstance(hook, str) and not callable(hook):
+            raise ConfigurationError(
+                f"comm_hook must be one of {', '.join(known)}, or a function (state, bucket), not {hook!r}. For example: "
+                "comm_hook='bf16'"
+            )
+        if state is not None and (hook is None or hook in _WIRES):
+            raise ConfigurationError(
+                f"comm_state needs comm_hook='powersgd' or a function, not {hook!r}. Remove it, or use comm_hook='powersgd'."
+            )
+        self._hook, self._state = hook, state
+        self.wire = _WIRES.get(hook) if isinstance(hook, str) else None
+        self._powersgd_state: Any = None  # the PowerSGDState, kept when DDP is created again
+        if hook == _POWERSGD and isinstance(state, Mapping):
+            self._make_powersgd_state(**state)  # raises now if the options are wrong, not when training begins
+
+    def register(self, ddp: DistributedDataParallel) -> None:
+        """Register the hook with DDP."""
+        if self._hook is None:
+            return
+        if self.wire is not None:
+            ddp.register_comm_hook(self.wire, _plain(_send_short))
+        elif self._hook == _POWERSGD:
+            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import powerSGD_hook
+
+            ddp.register_comm_hook(self._state_for_new_buckets(), _plain(powerSGD_hook))
+        else:
+            assert callable(self._hook)
+            ddp.register_comm_hook(self._state, _plain(self._hook))
+
+    def _state_for_new_buckets(self) -> Any:
+        """A state for new buckets, without the errors and matrices of earlier buckets, whose shapes may differ."""
+        if self._state is not None and not isinstance(self._state, Mapping):
+            made = self._state
+            for memory in (made.error_dict, made.p_memory_dict, made.q_memory_dict):
+                memory.clear()
+        else:
+            made = self._make_powersgd_state(**(self._state or {}))
+            made.iter = 0 if self._powersgd_state is None else self._powersgd_state.iter
+        if self._powersgd_state is None:
+            notice(
+                "comm_hook='powersgd': checkpoints do not contain PowerSGD's state of earlier gradients, so a resumed run "
+                "differs slightly from an uninterrupted one."
+            )
+        self._powersgd_state = made
+        return made
+
+    def _make_powersgd_state(self, **options: Any) -> Any:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
+
+        try:
+            return PowerSGDState(process_group=None, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"comm_state must have options of torch's PowerSGDState for comm_hook='powersgd': {error}. For example: "
+                "comm_state={'matrix_approximation_rank': 2, 'start_powerSGD_iter': 1000}"
+            ) from None
+
+
+def _send_short(wire: torch.dtype, bucket: Any) -> Any:
+    """Average a bucket over all ranks, sent in a shorter dtype. Complex and already short values are sent unchanged."""
+    buffer = bucket.buffer().div_(dist.get_world_size())
+    short = buffer.is_floating_point() and wire.itemsize < buffer.dtype.itemsize
+    sent = buffer.to(wire) if short else buffer
+    future: Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
+
+    def arrived(done: Future[Any]) -> Any:
+        values = done.value()  # raises if the all-reduce failed
+        # for a complex bucket, values[0] has the real pairs that were sent; torch 2.9 would read only half of them
+        return buffer.copy_(values[0]) if short else buffer
+
+    return future.then(arrived)
+
+
+def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a hook so that it passes torch's checks, which reject annotations as text, and some hook names in some builds."""
+
+    def call(state, bucket):  # type: ignore[no-untyped-def]
+        return hook(state, bucket)
+
+    return call

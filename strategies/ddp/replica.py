@@ -1,8 +1,8 @@
-"""A module wrapped in DDP: for `training_step`, and for your own training loop."""
+"""A module wrapped in DDP, with fixed buckets: for `training_step`, and for your own training loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from operator import attrgetter
@@ -10,16 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.accelerator.wrapped import Wrapped
-from trainkit.console import shortened
+from trainkit.console import shortened, warn
 from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.nested import leaves
-from trainkit.strategies._reduction import empty_sparse_gradient, sparse_parameters
-from trainkit.strategies.ddp.fixed_buckets import FixedDDP
+from trainkit.strategies._collectives import empty_sparse_gradient, sparse_parameters
 
-__all__ = ["PreparedModel", "Replica", "TrainingStep"]
+__all__ = ["FixedDDP", "PreparedModel", "Replica", "TrainingStep"]
+
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _CALLS = count(1)
@@ -29,21 +30,19 @@ class Replica:
     """A module wrapped in DDP, which is wrapped again when parameters are frozen or unfrozen.
 
     Args:
-        module: the user's module.
         make: `make(target, due)` wraps a module in DDP.
-        due: returns whether the current micro-batch averages gradients.
-        world: the ranks of the run.
-        late: wrap the module in the first micro-batch that averages gradients, not immediately.
-        target: the module that DDP wraps, which contains `module`. Default: `module`.
+        due: Returns whether the current micro-batch averages gradients.
+        late: Wrap the module in the first micro-batch that averages gradients, not immediately.
+        target: The module that DDP wraps, which contains `module`. Default: `module`.
 
     Attributes:
-        ddp: the DDP wrapper, or `None`.
-        late: as given.
-        sync_disabled: do not average gradients, even if `due` returns `True`.
-        called: for a model in your own training loop: when its last forward with gradients ran, as a number that counts the
+        ddp: The DDP wrapper, or `None`.
+        late: As given.
+        sync_disabled: Do not average gradients, even if `due` returns `True`.
+        called: For a model in your own training loop: when its last forward with gradients ran, as a number that counts the
             forwards of all models. 0 after a backward pass.
-        watched: there are other models too, so `reached` must show whether a backward pass used this one.
-        reached: a backward pass reached the outputs of the last forward.
+        watched: There are other models too, so `reached` must show whether a backward pass used this one.
+        reached: A backward pass reached the outputs of the last forward.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Replica:
         """Wrap the module again if parameters were frozen or unfrozen since the last call. Collective in that case.
 
         Raises:
-            ModuleError: the ranks train different parameters.
+            ModuleError: The ranks train different parameters.
         """
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._flags:
             self._build()
@@ -112,7 +111,7 @@ class Replica:
         """Run a backward pass with zero gradients, so that this rank participates in the all-reduce of the last forward.
 
         Args:
-            *others: more roots of the backward pass, each with its gradient.
+            *others: More roots of the backward pass, each with its gradient.
         """
         ddp = self.ddp
         assert ddp is not None
@@ -133,11 +132,7 @@ class Replica:
             self.ddp.forget_backward()
 
     def check_complete(self) -> None:
-        """Check that DDP got all gradients, after a backward pass that averages them.
-
-        Raises:
-            ModuleError: the loss did not depend on some parameters, so DDP still waits for their gradients.
-        """
+        """Check that DDP got all gradients, after a backward pass that averages them."""
         try:
             if self.ddp is not None:
                 self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
@@ -160,7 +155,7 @@ class Replica:
 
     def _check_same_trainable(self) -> None:
         first, *others = self._world.exchange([len(self._flags), sum(self._flags), hash(tuple(self._flags))])
-        odd = [(rank, found) for rank, found in enumerate(others, 1) if found != first]
+        odd = [(rank, other) for rank, other in enumerate(others, 1) if other != first]
         if odd:
             counts = ", ".join(f"rank {rank} trains {trained} of {count}" for rank, (count, trained, _) in [(0, first), *odd])
             raise ModuleError(
@@ -182,11 +177,11 @@ class _ZeroGradients(torch.autograd.Function):
         return None, *(empty_sparse_gradient(p) if sparse else torch.zeros_like(p) for p, sparse in ctx.zeros)
 
 
-class _Dispatch(nn.Module):
+class _StepModule(nn.Module):
     """The module that DDP wraps: its forward calls the training step.
 
     Attributes:
-        probe_parameter: an extra parameter, not in the user's module. Each loss adds 1 to its gradient.
+        probe_parameter: An extra parameter, not in the user's module. Each loss adds 1 to its gradient.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -209,25 +204,24 @@ class TrainingStep:
     the same buckets, shows whether any rank had a loss.
 
     Args:
-        module: the user's module.
-        run: calls the training step.
-        static_graph: every backward pass must be like the first.
-        **options: arguments of `Replica`.
+        run: Calls the training step.
+        static_graph: Every backward pass must be like the first.
+        **options: Arguments of `Replica`.
 
     Attributes:
-        replica: the module wrapped in DDP.
+        replica: The module wrapped in DDP.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], *, static_graph: bool, **options: Any) -> None:
-        self._dispatch, self._static = _Dispatch(module, run), static_graph
-        self.replica = Replica(module, target=self._dispatch, late=static_graph, **options)
+        self._step_module, self._static = _StepModule(module, run), static_graph
+        self.replica = Replica(module, target=self._step_module, late=static_graph, **options)
         self._one = torch.ones_like(self.probe_parameter)
         self._root: Tensor
 
     @property
     def probe_parameter(self) -> Tensor:
         """A parameter whose gradient counts the losses of the accumulation window."""
-        return self._dispatch.probe_parameter
+        return self._step_module.probe_parameter
 
     def begin_window(self, uneven: bool) -> None:
         """Start an accumulation window; called before its first forward, or instead of it if there is none."""
@@ -256,11 +250,7 @@ class TrainingStep:
             self.replica.check_complete()
 
     def _call_backward(self, call: Callable[..., Any], loss: Tensor, options: dict[str, Any]) -> None:
-        """Run the backward pass through the `backward` of a module.
-
-        Raises:
-            LossError: it ran none, so the other ranks would wait for the gradients.
-        """
+        """Run the backward pass through the `backward` of a module."""
         reached: list[Tensor] = []
         with self._root.register_hook(reached.append):
             call(loss + self._root.view(()).to(loss.dtype), **options)  # one root; it adds 0
@@ -271,11 +261,7 @@ class TrainingStep:
             )
 
     def skip(self, had_loss: bool, due: bool) -> None:
-        """Called instead of `backward` if the last call returned no loss, or a loss of weight 0.
-
-        Raises:
-            LossError: `static_graph` is set, so every step must be like the first.
-        """
+        """Called instead of `backward` if the last call returned no loss, or a loss of weight 0."""
         if not due or not self.replica.trained:
             if had_loss:
                 self.probe_parameter.grad = (
@@ -296,11 +282,10 @@ class PreparedModel(Wrapped):
     Parameters, buffers and the state dict have the same names as in the user's model, whose other attributes also work here.
 
     Args:
-        module: the user's model.
-        **options: arguments of `Replica`.
+        **options: Arguments of `Replica`.
 
     Attributes:
-        replica: the model wrapped in DDP.
+        replica: The model wrapped in DDP.
     """
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
@@ -337,11 +322,7 @@ class PreparedModel(Wrapped):
             self.replica.check_complete()
 
     def skip_backward(self) -> None:
-        """Called instead of a backward pass if this rank has no loss: participates in the all-reduce of the other ranks.
-
-        Raises:
-            LossError: `static_graph` is set, so every step must be like the first.
-        """
+        """Called instead of a backward pass if this rank has no loss: participates in the all-reduce of the other ranks."""
         replica = self.replica
         called, replica.called = replica.called, 0
         if not replica.due() or replica.frozen():
@@ -354,3 +335,104 @@ class PreparedModel(Wrapped):
                 "the first. Remove static_graph=True, or call backward with a loss in every step."
             )
         replica.backward_zero_gradients()
+
+
+# -------------------------------------------------------------------------------------------------------- fixed buckets
+
+
+# torch's default. It is passed to torch as None, so that it also makes the first bucket small.
+_DEFAULT_CAP_MB = 25
+
+
+class FixedDDP(DistributedDataParallel):
+    """DDP that uses the same buckets in its first step as in all later ones.
+
+    torch starts with one bucket for all parameters, and after the first step rebuilds the buckets in the order in which the
+    gradients arrived. With three or more ranks, other buckets add up in another order, so a resumed run would differ in the
+    last bit. This class builds the final buckets at the start, from the last parameter to the first.
+
+    Args:
+        module: The module that computes the loss. Its parameters must be equal on all ranks already.
+        due: Returns whether the current forward and backward average gradients. With `static_graph`, create this object only
+            when it returns `True`: torch counts all gradient hooks until its first all-reduce.
+        bucket_cap_mb: Bucket size in MB.
+        static_graph: As in `DistributedDataParallel`.
+        find_unused_parameters: As in `DistributedDataParallel`.
+        **options: Other arguments of `DistributedDataParallel`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        due: Callable[[], bool],
+        *,
+        bucket_cap_mb: float,
+        static_graph: bool = False,
+        find_unused_parameters: bool = False,
+        **options: Any,
+    ) -> None:
+        self._due = due
+        self._fixed = static_graph or not find_unused_parameters  # torch would rebuild the buckets after the first step
+        cap: Any = None if bucket_cap_mb == _DEFAULT_CAP_MB else bucket_cap_mb
+        super().__init__(
+            module,
+            bucket_cap_mb=cap,
+            static_graph=static_graph,
+            find_unused_parameters=find_unused_parameters,
+            init_sync=False,
+            **options,
+        )
+        self.broadcast_buffers = False  # some versions of torch warn if it is passed as an argument
+        if self._fixed:
+            self._build_buckets()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether gradients are averaged now. torch reads this before and after each forward."""
+        return self._due()
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, wanted: bool) -> None:
+        """Ignore the value that torch's `__init__` sets."""
+
+    @property
+    def watches_outputs(self) -> bool:
+        """Whether torch searches the graph of each forward's outputs for unused parameters."""
+        return bool(self.find_unused_parameters and not self.static_graph)
+
+    def prepare_backward(self, roots: Sequence[Tensor]) -> None:
+        """Prepare for a backward pass that starts at `roots` instead of the outputs of the forward."""
+        self.reducer.prepare_for_backward(list(roots) if self.watches_outputs else [])
+
+    def forget_backward(self) -> None:
+        """Forget the backward passes whose gradients were averaged without DDP.
+
+        torch has recorded which parameters they used, and would count these as used in the next all-reduce too.
+        """
+        if self.watches_outputs:
+            self.reducer._reset_state()
+
+    def _build_buckets(self) -> None:
+        """Build the final buckets, as torch does after the first step."""
+        try:
+            self.reducer._push_all_rebuilt_params()
+            made = self.reducer._rebuild_buckets()
+        except AttributeError:
+            made = False
+        if not made:
+            warn(
+                f"DDP of torch {torch.__version__} rebuilds its buckets after the first step, which trainkit cannot prevent in "
+                "this version. With three or more processes, a resumed run may differ in the last bit from an uninterrupted "
+                "one. Use torch 2.9 to 2.13, which are known to work."
+            )
+
+    def _build_params_for_reducer(self) -> tuple[list[Tensor], list[bool]]:
+        # Fixed buckets are reduced in the order of this list. The gradients of the last layers are ready first, so they come
+        # first. Buckets that torch rebuilds are reversed by torch.
+        parameters, sparse = super()._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        return (parameters[::-1], sparse[::-1]) if self._fixed else (parameters, sparse)
+
+    def _post_forward(self, output: Any) -> Any:
+        if torch.is_grad_enabled() and self._due():
+            return super()._post_forward(output)  # type: ignore[no-untyped-call]
+        return output  # torch would still search for unused parameters, and with static_graph all-reduce in the first step

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from trainkit.footprint import Contents, Footprint, Held, Moment, Weight, in_backward, unsharded
-from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
-from trainkit.strategies.fsdp.sharded_optimizer import refuse_optimizer
+from trainkit.strategies.fsdp.sharded_models import FSDPOptions, refuse_optimizer
 from trainkit.strategies.fsdp.units import choose_units, ignored_parameters
 
 __all__ = ["footprint"]
@@ -73,17 +72,16 @@ class _ShardedRun:
     """The parts of a run that `fully_shard` allocates.
 
     Args:
-        contents: the contents of the run, in its precision.
-        options: the options of the strategy.
+        contents: The contents of the run, in its precision.
 
     Attributes:
-        masters: parameters of 16 bits have float32 shards.
-        stored: the contents with the parameters that the shards hold.
-        sharded: the sharded parameters.
-        ignored: the parameters that are whole on each rank.
-        root: the parameters that belong to no unit.
-        unit: the largest unit.
-        all: everything that is sharded.
+        masters: Parameters of 16 bits have float32 shards.
+        stored: The contents with the parameters that the shards hold.
+        sharded: The sharded parameters.
+        ignored: The parameters that are whole on each rank.
+        root: The parameters that belong to no unit.
+        unit: The largest unit.
+        all: Everything that is sharded.
     """
 
     def __init__(self, contents: Contents, options: FSDPOptions) -> None:

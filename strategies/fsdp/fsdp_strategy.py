@@ -3,51 +3,51 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from functools import partial
+from functools import partial, wraps
+from inspect import ismethod
 from typing import Any, ClassVar, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.accelerator.wrapped import Wrapped
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.distributed.placement import refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.footprint import Contents, Footprint
 from trainkit.launch.process_group import alone
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.module.blocks import Choice
+from trainkit.optim.gradient_norm import total_norm
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, check_modules_match
-from trainkit.strategies._gather import gathered
-from trainkit.strategies._membership import Membership
-from trainkit.strategies._reduction import average_gradients, mean
-from trainkit.strategies.fsdp import sharded_gradients, sharded_optimizer
+from trainkit.strategies._collectives import Buffers, average_gradients, check_modules_match
+from trainkit.strategies._processes import ProcessStrategy
+from trainkit.strategies.fsdp import sharded_models
 from trainkit.strategies.fsdp.fsdp_memory import footprint
-from trainkit.strategies.fsdp.fsdp_model import FSDPModel
-from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
 from trainkit.strategies.fsdp.info import INFO
-from trainkit.strategies.fsdp.meshes import Meshes
-from trainkit.strategies.fsdp.sharded_models import ShardedModels
+from trainkit.strategies.fsdp.sharded_model import ShardedModel
+from trainkit.strategies.fsdp.sharded_models import FSDPOptions, Meshes, ShardedModels
 from trainkit.strategies.fsdp.units import Wrap
-from trainkit.strategy import Strategy
 from trainkit.unsupported import refuse_unknown
 
 __all__ = ["FSDPStrategy"]
 
+
 _BUCKET_MB = 25.0  # of gradients of parameters that are not sharded
 
 
-class FSDPStrategy(Strategy):
+class FSDPStrategy(ProcessStrategy):
     """PyTorch's fully sharded data parallelism (FSDP2): each rank keeps a shard of the model. What `strategy="fsdp"` makes.
 
     Parameters, gradients and optimizer state are sharded over the ranks (Zhao et al., "PyTorch FSDP", VLDB 2023). The
@@ -65,7 +65,7 @@ class FSDPStrategy(Strategy):
             forward to its backward.
         reshard_after_forward: Free the parameters of a unit after its forward, and gather them again for its backward. An
             int: keep them sharded over groups of this number of ranks. Default: `True`, except for the root.
-        mixed_precision: torch's `MixedPrecisionPolicy`. Default: from the precision. `bf16-true` and `16-true` keep float32
+        mixed_precision: Torch's `MixedPrecisionPolicy`. Default: from the precision. `bf16-true` and `16-true` keep float32
             shards as master weights, gather parameters in 16 bits and reduce gradients in float32.
         offload_params: `"cpu"`: keep the shards of parameters, gradients and optimizer state in host memory, where the
             optimizer steps.
@@ -117,7 +117,7 @@ class FSDPStrategy(Strategy):
         **unknown: Any,
     ) -> None:
         refuse_unknown("FSDPStrategy", unknown, inspect.signature(FSDPStrategy).parameters)
-        super().__init__(device, precision)
+        super().__init__(process_group_backend, timeout, device, precision)
         self.options = FSDPOptions(
             wrap,
             reshard_after_forward,
@@ -132,15 +132,13 @@ class FSDPStrategy(Strategy):
         self.plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, reshard_after_forward=reshard_after_forward is not False, cpu_offload=offload_params is not None
         )
-        self._membership = Membership("FSDPStrategy", device, process_group_backend, timeout)
-        self.process_group_backend, self.timeout = process_group_backend, self._membership.timeout
         self._meshes: Meshes | None = None
         self._group = ExitStack()  # the process group of a single process
         self._described = ""  # what was sharded in the last run
         self._reset()
 
     def __repr__(self) -> str:
-        options = {**self.options.changed(), "device": str(self.device), "precision": self.precision.name}
+        options = {**self.options.non_defaults(), "device": str(self.device), "precision": self.precision.name}
         return f"FSDPStrategy({', '.join(f'{name}={value!r}' for name, value in options.items())})"
 
     def _reset(self) -> None:
@@ -155,8 +153,7 @@ class FSDPStrategy(Strategy):
             self.precision.use_scaler()
 
     def join(self, wanted: RequestedDevices) -> None:
-        """See `trainkit.Strategy.join`."""
-        (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
+        super().join(wanted)
         replicas, tensor_parallel = self.options.replicas, self.options.tensor_parallel
         if self.world.size > 1 or replicas * tensor_parallel > 1:
             self._meshes = Meshes(self.world, self.device, replicas, tensor_parallel, self.timeout)
@@ -174,7 +171,7 @@ class FSDPStrategy(Strategy):
     @property
     def _alone(self) -> bool:
         """Whether this is a single process that needs no sharding."""
-        return self.world.size == 1 and not self.options.needed_alone(self.precision)
+        return self.world.size == 1 and not self.options.needs_sharding_alone(self.precision)
 
     def prepare_module(self, module: nn.Module) -> nn.Module:
         """Shard the parameters, with rank 0's values; buffers are broadcast from rank 0.
@@ -208,19 +205,16 @@ class FSDPStrategy(Strategy):
         return self._meshes
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.wrap`."""
         if self._sharded is None:
             return module
         return FSDPModel(self._sharded.model_of(module), self.options.forward_methods)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, FSDPModel) else super().unwrap(module)
 
     def step_function(
         self, wrapped: nn.Module, module: nn.Module, name: str, compiler: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
-        """See `trainkit.Strategy.step_function`."""
         run = super().step_function(wrapped, module, name, compiler)
         return run if self._sharded is None else partial(self._sharded.call_step, run)
 
@@ -233,13 +227,12 @@ class FSDPStrategy(Strategy):
         if self._sharded is None:
             return super().prepare_optimizer(optimizer, module)
         self._sharded.reshard()
-        sharded_optimizer.use_sharded_parameters(optimizer, self._sharded)
-        sharded_optimizer.check_optimizer(optimizer, self.precision.scaler is not None)
+        sharded_models.use_sharded_parameters(optimizer, self._sharded)
+        sharded_models.check_optimizer(optimizer, self.precision.scaler is not None)
         self._optimizers.add(id(optimizer))
         return super().prepare_optimizer(optimizer, module)
 
     def begin_micro_batch(self, micro: MicroBatch) -> None:
-        """See `trainkit.Strategy.begin_micro_batch`."""
         before = self.micro_batch
         super().begin_micro_batch(micro)
         if self._sharded is not None and (micro.index != before.index or micro.batch is not before.batch):
@@ -263,7 +256,6 @@ class FSDPStrategy(Strategy):
             self._sharded.window.skip(loss, micro, getattr(self.lightning_module, "backward", Tensor.backward))
 
     def any_loss(self, had_loss: bool) -> bool:
-        """See `trainkit.Strategy.any_loss`."""
         return had_loss if self._sharded is None else self._sharded.window.any_loss(had_loss)
 
     def reduce_gradients(self, parameters: Iterable[Tensor], micro: MicroBatch = WHOLE_WINDOW) -> None:
@@ -274,13 +266,8 @@ class FSDPStrategy(Strategy):
                 average_gradients(whole, _BUCKET_MB)
 
     def discard_gradients(self, optimizer: Optimizer) -> None:
-        """See `trainkit.Strategy.discard_gradients`."""
         if self._sharded is not None:
             self._sharded.window.discard(optimizer)
-
-    def mean(self, value: Tensor) -> Tensor:
-        """See `trainkit.Strategy.mean`."""
-        return value if self.world.size == 1 else mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Update the parameters, and broadcast the buffers from rank 0. Skips the update if no rank had a loss.
@@ -298,44 +285,35 @@ class FSDPStrategy(Strategy):
         self.sync_buffers()
         return updated
 
-    def sync_buffers(self) -> None:
-        """See `trainkit.Strategy.sync_buffers`."""
-        self._buffers.sync()
-
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `trainkit.Strategy.clip_grad_norm_`. Collective."""
         if self._sharded is None:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         listed = list(parameters)
-        norm = sharded_gradients.global_norm(listed, norm_type, self.device)
-        sharded_gradients.clip_norm(listed, max_norm, norm)
+        norm = global_norm(listed, norm_type, self.device)
+        clip_norm(listed, max_norm, norm)
         return norm
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """See `trainkit.Strategy.clip_grad_value_`."""
-        sharded_gradients.clip_values(parameters, clip_value)
+        clip_values(parameters, clip_value)
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        """See `trainkit.Strategy.gradient_norm`."""
         if self._sharded is None:
             return None
-        return sharded_gradients.global_norm([p for group in optimizer.param_groups for p in group["params"]], 2.0, self.device)
+        return global_norm([p for group in optimizer.param_groups for p in group["params"]], 2.0, self.device)
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """See `trainkit.Strategy.gathered_parameters`. Changes reach the master weights."""
         return nullcontext() if self._sharded is None else self._sharded.gathered(module, modified)
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """See `trainkit.Strategy.stored_weights`."""
         return {} if self._sharded is None else self._sharded.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """See `trainkit.Strategy.load_weights`."""
         if self._sharded is not None:
             self._sharded.load_weights(values)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
-        """See `trainkit.Strategy.stored_optimizer`."""
         if self._alone:
             return None
         if self._sharded is None or id(optimizer) not in self._optimizers:
@@ -343,27 +321,17 @@ class FSDPStrategy(Strategy):
                 "the run is over, so the optimizer's sharded state cannot be gathered any more. Save during fit, in a "
                 "callback: trainer.save_checkpoint(path); or only the weights: trainer.save_checkpoint(path, weights_only=True)"
             )
-        return sharded_optimizer.stored_optimizer(optimizer, self._sharded)
+        return sharded_models.stored_optimizer(optimizer, self._sharded)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
-        """See `trainkit.Strategy.load_optimizer`."""
-        sharded_optimizer.load_optimizer(optimizer, stored, () if self._sharded is None else self._sharded)
+        sharded_models.load_optimizer(optimizer, stored, () if self._sharded is None else self._sharded)
 
     def description(self) -> Mapping[str, str]:
         """See `trainkit.Strategy.description`. The units of the last run."""
         return {"sharded": self._described} if self._described else {}
 
     def footprint(self, contents: Contents, processes: int) -> Footprint:
-        """See `trainkit.Strategy.footprint`."""
         return footprint(contents, self.options, processes, self.name)
-
-    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """See `trainkit.Strategy.all_gather`."""
-        return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
-
-    def barrier_for(self, verb: str) -> None:
-        """See `trainkit.Strategy.barrier_for`."""
-        CollectiveChecks.of(self.world).wait(verb)
 
     def teardown(self) -> None:
         """Restore the modules: their parameters are whole again. Process groups stay open."""
@@ -374,3 +342,117 @@ class FSDPStrategy(Strategy):
             rest.callback(self._reset)
             if self._sharded is not None:
                 rest.callback(self._sharded.restore, collective=not self.broken)
+
+
+# -------------------------------------------------------------------------------------------- the model that users call
+
+
+_FORWARD_METHODS = ("generate", "training_step", "validation_step", "test_step", "predict_step")
+
+
+class FSDPModel(Wrapped):
+    """Wraps the user's model: its forward gathers the parameters that belong to no unit, and so do some other methods.
+
+    Args:
+        forward_methods: The names of these methods, besides `forward`, `generate` and the steps of a `TrainModule`.
+    """
+
+    def __init__(self, sharded: ShardedModel, forward_methods: Collection[str]) -> None:
+        super().__init__(sharded.module)
+        self.training = sharded.module.training
+        vars(self).update(_sharded=sharded, _forward_methods={*_FORWARD_METHODS, *forward_methods})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the user's model."""
+        return vars(self)["_sharded"].call(self.module, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if not ismethod(value) or value.__self__ is not self.module or hasattr(nn.Module, name):
+            return value
+        if name in vars(self)["_forward_methods"]:
+            return partial(vars(self)["_sharded"].call, value)
+        return _with_advice(value)
+
+
+def _with_advice(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Where a method computes with sharded parameters, torch's message is about tensors that the user has not made."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            name = method.__name__
+            raise ModuleError(
+                f"{name} computes with parameters that are sharded: only forward, generate and the methods that you name have "
+                f"whole ones. Use FSDPStrategy(forward_methods=[{name!r}])"
+            ) from error
+
+    return call
+
+
+# --------------------------------------------------------------------------------------------------- norms and clipping
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _copies(gradient: Tensor, ranks: int) -> int:
+    """The number of ranks that have the same part of a gradient."""
+    if not isinstance(gradient, DTensor):
+        return ranks
+    mesh, copies = gradient.device_mesh, ranks // gradient.device_mesh.size()
+    for dimension, placement in enumerate(gradient.placements):
+        if isinstance(placement, Replicate):
+            copies *= mesh.size(dimension)
+    return copies
+
+
+@torch.no_grad()
+def global_norm(parameters: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+    """The norm of the gradients of all ranks together, the same on each rank. Collective.
+
+    Each rank sums over its own parts, in float64 where the device has it; what several ranks have counts once. In a norm of
+    order `inf` a NaN counts as infinity: the maximum over the ranks may ignore a NaN.
+    """
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type={norm_type!r}: expected a number > 0, or float('inf'). Use norm_type=2.0")
+    gradients, ranks = _gradients(parameters), dist.get_world_size()
+    dtype = max((g.dtype for g in gradients), key=lambda dtype: dtype.itemsize, default=torch.float32)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        part = _local(gradient)
+        if part.numel():
+            by_copies.setdefault(_copies(gradient, ranks), []).append(part)
+    for copies, parts in by_copies.items():
+        norm = total_norm(parts, norm_type).to(device, torch.float64)
+        total = torch.maximum(total, norm) if math.isinf(norm_type) else total + norm.pow(norm_type) / copies
+    if math.isinf(norm_type):
+        total.nan_to_num_(nan=math.inf, posinf=math.inf)
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM)
+    return (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).to(dtype)
+
+
+@torch.no_grad()
+def clip_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scale the gradients, whose norm is `norm`, down to `max_norm`, as `torch.nn.utils.clip_grads_with_norm_`."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in _gradients(parameters):
+        part = _local(gradient)
+        part.mul_(factor.to(part.device))
+
+
+@torch.no_grad()
+def clip_values(parameters: Iterable[Tensor], clip_value: float) -> None:
+    """Clamp each element of the gradients to [-clip_value, clip_value]."""
+    for gradient in _gradients(parameters):
+        _local(gradient).clamp_(-clip_value, clip_value)

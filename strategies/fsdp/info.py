@@ -1,4 +1,7 @@
-"""What the registry knows about `FSDPStrategy` without importing it."""
+"""What the registry knows about `FSDPStrategy` without importing it.
+
+A file of its own because the registry reads it without importing the strategy and its backend.
+"""
 
 from __future__ import annotations
 

@@ -1,33 +1,43 @@
-"""A module whose parameters `fully_shard` has sharded: it runs the module's methods, and can restore the whole module."""
+"""A module whose parameters `fully_shard` has sharded: it runs the module's methods, and can restore the whole module.
+
+A checkpoint stores whole tensors. Saving sends the parts to the rank that writes the tensor. Loading copies each rank's part
+out of the whole tensor, without communication.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed import _composable_state
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainkit.console import notice, shortened
+from trainkit.distributed.dtensor_parts import Range, own_range, part_at
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
-from trainkit.strategies._reduction import broadcast
-from trainkit.strategies.fsdp.fsdp_root import Root
-from trainkit.strategies.fsdp.shards import Shards
-from trainkit.strategies.fsdp.torch_internals import (
-    allocate,
-    drop_gradients,
-    has_no_values,
-    remove_fully_shard,
-    without_forward_hooks,
-)
+from trainkit.nested import leaves, map_tensors
+from trainkit.strategies._collectives import broadcast
 from trainkit.strategies.fsdp.units import Slot, refuse_unshardable, slots
+from trainkit.tagged_json.tensors import ShardedTensor
 
-__all__ = ["ShardedModel"]
+__all__ = [
+    "ShardedModel",
+    "Shards",
+    "allocate",
+    "drop_gradients",
+    "has_no_values",
+    "remove_fully_shard",
+    "without_forward_hooks",
+]
 
 
 class ShardedModel:
@@ -37,22 +47,19 @@ class ShardedModel:
     the device. Buffers and ignored parameters stay whole.
 
     Args:
-        module: the user's module; parameters may be sharded over a tensor-parallel group already.
-        units: the modules to shard by themselves, by name; only those inside of `module` count.
-        ignored: parameters that are not sharded.
-        device: the device of this process.
-        world: the processes.
-        options: arguments of `fully_shard`.
-        devices: where each parameter is to be after the run.
-        manual: under manual optimization, the user's code calls the module itself, and not `call`.
+        module: The user's module; parameters may be sharded over a tensor-parallel group already.
+        units: The modules to shard by themselves, by name; only those inside of `module` count.
+        ignored: Parameters that are not sharded.
+        options: Arguments of `fully_shard`.
+        devices: Where each parameter is to be after the run.
+        manual: Under manual optimization, the user's code calls the module itself, and not `call`.
 
     Attributes:
-        module: the user's module.
-        units: the modules inside it that are sharded by themselves, by name.
-        all_units: these, and the root.
-        sharded: the sharded parameters.
-        whole: the parameters that are whole on each rank.
-        shards: where the parts of the sharded parameters lie.
+        units: The modules inside it that are sharded by themselves, by name.
+        all_units: These, and the root.
+        sharded: The sharded parameters.
+        whole: The parameters that are whole on each rank.
+        shards: Where the parts of the sharded parameters lie.
     """
 
     def __init__(
@@ -99,15 +106,15 @@ class ShardedModel:
 
     def _shard(self, unit: nn.Module, ignored: set[nn.Parameter], options: dict[str, Any]) -> None:
         """Move the own parameters of a unit to the device, with rank 0's values, and shard them."""
-        found: dict[int, nn.Parameter] = {}
+        parameters: dict[int, nn.Parameter] = {}
         for owner, name in self._slots_of(unit):
             parameter = owner._parameters[name]
             if parameter is not None and not parameter.is_meta and not isinstance(parameter, DTensor):
-                found[id(parameter)] = parameter
-        for parameter in found.values():
+                parameters[id(parameter)] = parameter
+        for parameter in parameters.values():
             parameter.data = parameter.data.to(self._device).contiguous()
         if self._world.size > 1:
-            broadcast([parameter.data for parameter in found.values()])
+            broadcast([parameter.data for parameter in parameters.values()])
         fully_shard(unit, ignored_params=ignored, **options)
 
     def _hook_units(self) -> None:
@@ -139,7 +146,7 @@ class ShardedModel:
         """Call a function while the parameters that belong to no unit are whole. Collective.
 
         Raises:
-            ModuleError: a parameter or buffer from the meta device has no values.
+            ModuleError: A parameter or buffer from the meta device has no values.
         """
         if self._unfilled:
             self._check_filled()
@@ -221,7 +228,7 @@ class ShardedModel:
                 self._steps.in_backward = False
 
     @contextmanager
-    def masked(self) -> Iterator[None]:
+    def masked_gradients(self) -> Iterator[None]:
         """Within it a backward pass computes zero gradients. A zero gradient of the loss would not do: 0 × NaN is NaN."""
         with ExitStack() as masks:
             for parameter in {id(p): p for p in (*self._whole_in_forward, *self.whole)}.values():
@@ -244,15 +251,11 @@ class ShardedModel:
 
     def _reached(self, unit: nn.Module) -> list[Any]:
         """The parameters of a unit, if one of them has a reduced gradient."""
-        own = [_parameter(slot) for slot in self._slots_of(unit)]
-        return own if any(parameter.grad is not None for parameter in own) else []
+        parameters = [_parameter(slot) for slot in self._slots_of(unit)]
+        return parameters if any(parameter.grad is not None for parameter in parameters) else []
 
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Check before an optimizer step that the gradients of its parameters were reduced in the last window.
-
-        Raises:
-            ModuleError: one was not.
-        """
+        """Check before an optimizer step that the gradients of its parameters were reduced in the last window."""
         if not self._unreduced:
             return
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -274,8 +277,7 @@ class ShardedModel:
         """Within it a part of the module has whole parameters on all ranks. Collective.
 
         Args:
-            module: the part.
-            modified: keep rank 0's changes.
+            modified: Keep rank 0's changes.
         """
         self.reshard()
         inside: dict[Slot, Any] = {slot: p for slot in slots(module) if isinstance(p := _parameter(slot), DTensor)}
@@ -294,8 +296,8 @@ class ShardedModel:
 
     def _keep_changes(self, module: nn.Module, shards: list[Any], whole: Mapping[int, nn.Parameter]) -> None:
         """Send rank 0's values to all ranks: those of gathered parameters, and of parameters that are not sharded."""
-        own = {id(p) for p in module.parameters()}
-        broadcast([p.data for p in (*whole.values(), *(p for p in self.whole if id(p) in own))])
+        inside = {id(p) for p in module.parameters()}
+        broadcast([p.data for p in (*whole.values(), *(p for p in self.whole if id(p) in inside))])
         for parameter in shards:
             self.shards.load(parameter, parameter, whole[id(parameter)])
 
@@ -309,7 +311,7 @@ class ShardedModel:
         Those of the meta device are there again, without values: the model may be larger than the memory of a process.
 
         Args:
-            collective: all ranks call it; if not, parameters stay sharded.
+            collective: All ranks call it; if not, parameters stay sharded.
         """
         if collective:
             self.reshard()
@@ -349,3 +351,282 @@ def _set(parameters: dict[Slot, Any], value: Callable[[Any], Any]) -> None:
 
 def _offloads(options: dict[str, Any]) -> bool:
     return isinstance(options["offload_policy"], CPUOffloadPolicy)
+
+
+class _ZeroGradient(torch.autograd.Function):
+    """A zero whose backward pass gives a parameter a zero gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        ctx.save_for_backward(parameter)
+        return torch.zeros((), device=parameter.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (parameter,) = ctx.saved_tensors
+        return torch.zeros_like(parameter)
+
+
+def _without_base(tensor: Tensor) -> Tensor:
+    return tensor if tensor._base is None else tensor.clone()
+
+
+class Root(nn.Module):
+    """The outermost module that `fully_shard` is called with. Its forward calls a function, such as a step of the module.
+
+    So any method of the user's module can run while the parameters that belong to no unit are whole.
+
+    Args:
+        slots: The places of these parameters.
+
+    Attributes:
+        outputs: Outputs of forwards that a backward pass can begin at, if their results are not used.
+        units_ran: A unit has run in one of these forwards.
+        forwards: Number of forwards with gradients.
+        in_backward: A backward pass runs, which may run forwards of units again.
+    """
+
+    def __init__(self, module: nn.Module, slots: list[Slot]) -> None:
+        super().__init__()
+        self.module = module
+        self._slots = slots
+        self._runs = self._keeps = self.units_ran = self._has_run = False
+        self.in_backward = False
+        self.outputs: list[Tensor] = []
+        self.forwards = 0
+
+    def forward(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns the result of `run`, and a tensor that depends on a parameter of the root, or `None`."""
+        before = self._runs, self._keeps  # a method may be called inside another
+        trains = torch.is_grad_enabled()
+        self._runs, self._keeps, self._has_run = True, trains, True
+        try:
+            results = run(*args, **kwargs)
+        finally:
+            self._runs, self._keeps = before
+        if not trains:
+            return results, None
+        self.forwards += 1
+        if any(isinstance(leaf, Tensor) and leaf._base is not None for leaf in leaves(results)):
+            results = map_tensors(results, _without_base)  # torch warns about each view, in each step
+        return results, self._anchor()
+
+    def _anchor(self) -> Tensor | None:
+        """With it, a backward pass that does not reach the results still reaches torch's hooks of the root."""
+        trained = (owner._parameters[name] for owner, name in self._slots)
+        first = next((p for p in trained if p is not None and p.requires_grad), None)
+        if first is None:
+            return None
+        anchor: Tensor = _ZeroGradient.apply(first)  # type: ignore[no-untyped-call]
+        return anchor
+
+    def check_unit(self, unit: nn.Module, args: Any) -> None:
+        """Check that the unit is called in a forward of the root. A forward pre-hook of the unit, before torch's."""
+        if self._runs or self.in_backward or (self._has_run and not torch.is_grad_enabled()):
+            return
+        name = next(name for name, part in self.module.named_modules() if part is unit)
+        raise ModuleError(
+            f"{name}, which FSDP shards by itself, was called outside of a forward of the model. Call the model "
+            "that prepare returned, or name the method that calls it: FSDPStrategy(forward_methods=['encode']). To call a part "
+            "by itself: with accelerator.strategy.gathered_parameters(model):"
+        )
+
+    def keep_outputs(self, unit: nn.Module, args: Any, outputs: Any) -> None:
+        """Keep the outputs of a unit in the current forward. A forward hook of the unit."""
+        if self._keeps:  # not where activation checkpointing runs the forward again
+            self.units_ran = True
+            self.outputs += [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+# ----------------------------------------------------------------------------------------------------- parts of tensors
+
+
+def _is_empty(place: Range) -> bool:
+    return any(start == end for start, end in place)
+
+
+class Shards:
+    """Where the parts of sharded parameters lie, of all ranks. Making one is a collective.
+
+    Args:
+        parameters: The sharded parameters, the same ones on all ranks.
+    """
+
+    def __init__(self, parameters: Iterable[DTensor], world: World) -> None:
+        listed = list(parameters)
+        self._world = world
+        by_rank = world.exchange([own_range(parameter) for parameter in listed])
+        self._places: dict[int, list[Range]] = {
+            id(parameter): [tuple((start, end) for start, end in one) for one in each]
+            for parameter, each in zip(listed, zip(*by_rank, strict=True), strict=True)
+        }
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._places
+
+    def sharded_tensor(self, tensor: DTensor, parameter: Tensor) -> ShardedTensor:
+        """A parameter, or optimizer state that is sharded like it, in the form in which checkpoints save it."""
+        return ShardedTensor(tensor.shape, tensor.dtype, partial(self._collect, tensor, parameter))
+
+    @torch.no_grad()
+    def _collect(self, tensor: DTensor, parameter: Tensor, owner: int | None) -> Tensor | None:
+        """The whole tensor on rank `owner`, or on all ranks if `owner` is `None`. Collective."""
+        if owner is None:
+            return self.whole(tensor, parameter)
+        rank, part = self._world.rank, tensor.to_local().detach()
+        places = self._places[id(parameter)]
+        senders = _senders(places, owner)
+        device = torch.device(tensor.device_mesh.device_type)  # of communication: an offloaded part is on the host
+        if rank != owner:
+            if rank in senders:
+                dist.send(part.to(device).contiguous(), owner)
+            return None
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        for sender in senders:
+            target = part_at(whole, places[sender])
+            if sender == rank:
+                target.copy_(part)
+            elif target.is_contiguous():
+                dist.recv(target, sender)
+            else:
+                received = torch.empty_like(target, memory_format=torch.contiguous_format)
+                dist.recv(received, sender)
+                target.copy_(received)
+        return whole
+
+    @torch.no_grad()
+    def whole(self, tensor: DTensor, parameter: Tensor) -> Tensor:
+        """The values of a parameter, or of optimizer state that is sharded like it, on all ranks. Collective."""
+        if sum(not isinstance(placement, Replicate) for placement in tensor.placements) == 1:
+            gathered: Tensor = tensor.full_tensor()
+            return gathered.detach()
+        made = self._collect(tensor, parameter, 0)  # sharded over two dimensions of the mesh: torch would gather twice
+        if made is None:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device_mesh.device_type)
+        dist.broadcast(made, 0)
+        return made
+
+    @torch.no_grad()
+    def load(self, tensor: DTensor, parameter: Tensor, whole: Tensor) -> None:
+        """Copy this rank's part of a whole tensor into its shard."""
+        place = self._places[id(parameter)][self._world.rank]
+        if not _is_empty(place):
+            tensor.to_local().copy_(part_at(whole, place))
+
+
+def _senders(places: list[Range], owner: int) -> list[int]:
+    """The ranks whose parts make up the whole tensor: of equal parts one, the owner's if it has it."""
+    first: dict[Range, int] = {}
+    for rank in (owner, *range(len(places))):
+        if not _is_empty(places[rank]):
+            first.setdefault(places[rank], rank)
+    return sorted(first.values())
+
+
+# ------------------------------------------------------------------------------------- what torch has no public way for
+
+
+_MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+_STATES = "__composable_api_state_key"
+
+
+def _state(unit: nn.Module) -> Any:
+    return torch.distributed.fsdp.fully_shard.state(unit)  # type: ignore[attr-defined]
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch ≥ 2.13
+    if groups is not None:
+        return list(groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def allocate(module: nn.Module, device: torch.device) -> list[str]:
+    """Give parameters and buffers on the meta device memory. `to_empty` would also empty all others.
+
+    Returns their names without "module.". Until they are filled, they are NaN or the least integer, see `has_no_values`.
+    """
+    names = [name for name, tensor in (*module.named_parameters(), *module.named_buffers()) if tensor.is_meta]
+
+    def memory(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        made, unset = torch.empty_like(tensor, device=device), _unset_value(tensor.dtype)
+        return made if unset is None else made.fill_(unset)
+
+    if names:
+        with torch.no_grad():
+            module._apply(memory)
+    return [name.removeprefix("module.") for name in names]
+
+
+def has_no_values(tensor: Tensor) -> bool:
+    """Whether the values of a tensor from `allocate` have never been set, as far as this rank can see."""
+    local, unset = tensor.to_local() if isinstance(tensor, DTensor) else tensor, _unset_value(tensor.dtype)
+    if unset is None or not local.numel():
+        return False
+    first = local.detach().reshape(-1)[0].item()
+    return first != first if unset != unset else first == unset
+
+
+def _unset_value(dtype: torch.dtype) -> float | None:
+    """What a tensor without values is filled with; `None`: each value of the dtype is an ordinary one, as of `bool`."""
+    if dtype.is_floating_point:
+        return math.nan
+    return torch.iinfo(dtype).min if dtype.is_signed and not dtype.is_complex else None
+
+
+def drop_gradients(units: Iterable[nn.Module]) -> None:
+    """Drop the gradients that torch has accumulated in another dtype than that of the parameters, and not reduced."""
+    for unit in units:
+        for group in _groups(_state(unit)):
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+
+
+def remove_fully_shard(units: Iterable[nn.Module]) -> None:
+    """Remove torch's hooks, class and attributes from modules that `fully_shard` was called with; parameters stay.
+
+    Args:
+        units: The modules, each passed to `fully_shard` by itself.
+    """
+    for unit in units:
+        state = _state(unit)
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
+        for group in _groups(state):
+            handles = (group._module_to_pre_save_state_dict_hook_handle, group._module_to_pre_load_state_dict_hook_handle)
+            for handle in [handle for table in handles for handle in table.values()]:
+                handle.remove()
+            for parameter in group.fsdp_params:
+                parameter._post_load_hook_handle.remove()
+        kind = type(unit)
+        if issubclass(kind, FSDPModule):
+            unit.__class__ = kind.__mro__[2]  # [the sharded class, FSDPModule, the user's class, …]
+        for part in unit.modules():
+            for name in _MARKS:
+                vars(part).pop(name, None)
+        for name in [name for name in vars(unit) if name.startswith(_STATES)]:
+            del vars(unit)[name]
+        _composable_state._module_state_mapping.pop(unit, None)
+
+
+@contextmanager
+def without_forward_hooks(units: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it the forward of these modules gathers and frees no parameters."""
+    kept: list[tuple[dict[int, Any], dict[int, Any], int]] = []
+    for unit in units:
+        state = _state(unit)
+        for table, handle in (
+            (unit._forward_pre_hooks, state._pre_forward_hook_handle),
+            (unit._forward_hooks, state._post_forward_hook_handle),
+        ):
+            kept.append((table, dict(table), handle.id))
+            table.pop(handle.id, None)
+    try:
+        yield
+    finally:
+        for table, before, torch_hook in kept:
+            now = dict(table)  # the user may have registered or removed hooks
+            table.clear()
+            table.update({key: hook for key, hook in before.items() if key == torch_hook or key in now} | now)

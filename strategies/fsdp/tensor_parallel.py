@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.console import shortened
 from trainkit.errors import MissingMethodError, ModuleError
 from trainkit.module.train_module import TrainModule
-from trainkit.strategies._reduction import broadcast
+from trainkit.strategies._collectives import broadcast
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.units import Slot, slots
 
@@ -26,7 +26,7 @@ __all__ = ["Replaced", "ReplicatedGradients", "parallelize", "tied_slots"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MARK = "_distribute_module_applied"  # with it, torch refuses to apply a plan again
-_LAST_CHECK = 64  # optimizer steps with a check: the first, second, fourth, ... of them
+_LAST_CHECKED_WINDOW = 64  # the first, second, fourth, ... accumulation window are checked
 _TOLERANCE = 0.02  # relative; parts of a gradient differ by about its size, and gradients of equal inputs only by rounding
 
 
@@ -42,13 +42,12 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Ca
     """Call `module.parallelize(mesh)` with rank 0's values; returns a function that removes what torch's plans add to modules.
 
     Args:
-        module: the user's; tied parameters are tied afterwards too.
-        mesh: the device mesh, with a dimension `"tensor"`.
-        device: the device of this process, to which the module is moved.
+        module: The user's; tied parameters are tied afterwards too.
+        mesh: The device mesh, with a dimension `"tensor"`.
+        device: The device of this process, to which the module is moved.
 
     Raises:
-        MissingMethodError: the module has no such method.
-        ModuleError: it shards nothing, or tied parameters differently.
+        ModuleError: It shards nothing, or tied parameters differently.
     """
     if not callable(getattr(module, "parallelize", None)) or _is_empty(module):
         raise MissingMethodError(
@@ -117,7 +116,7 @@ class Replaced:
     """The parameters that have taken the places of those of before, for optimizers that were made before.
 
     Args:
-        module: the user's, before anything is sharded.
+        module: The user's, before anything is sharded.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -145,9 +144,7 @@ class ReplicatedGradients:
     then has a part of its gradient, and torch adds up only those of parameters in a plan.
 
     Args:
-        models: the sharded models.
-        mesh: the device mesh, with a dimension `"tensor"`.
-        device: the device of this process.
+        mesh: The device mesh, with a dimension `"tensor"`.
     """
 
     def __init__(self, models: Sequence[ShardedModel], mesh: DeviceMesh, device: torch.device) -> None:
@@ -156,13 +153,9 @@ class ReplicatedGradients:
         self._windows = 0
 
     def check(self) -> None:
-        """Check at the end of an accumulation window, before gradients of whole parameters are averaged. Collective.
-
-        Raises:
-            ModuleError: gradients differ.
-        """
+        """Check at the end of an accumulation window, before gradients of whole parameters are averaged. Collective."""
         self._windows += 1
-        if self._windows > _LAST_CHECK or self._windows & (self._windows - 1):
+        if self._windows > _LAST_CHECKED_WINDOW or self._windows & (self._windows - 1):
             return
         named = list(self._outside_of_plans())  # several models may have parameters of one name
         if not named:
@@ -190,9 +183,9 @@ class ReplicatedGradients:
     @torch.no_grad()
     def _difference(self, parameter: Tensor) -> Tensor:
         """The difference between this rank's gradient and that of the first rank of its group, relative to the larger one."""
-        given: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        own = (given.to_local() if isinstance(given, DTensor) else given).to(self._device, torch.float32)
-        first = own.clone()
+        gradient: Any = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        local = (gradient.to_local() if isinstance(gradient, DTensor) else gradient).to(self._device, torch.float32)
+        first = local.clone()
         dist.broadcast(first, group=self._group, group_src=0)
-        size = torch.maximum(own.norm(), first.norm())
-        return torch.where(size > 0.0, (own - first).norm() / size, size)
+        size = torch.maximum(local.norm(), first.norm())
+        return torch.where(size > 0.0, (local - first).norm() / size, size)

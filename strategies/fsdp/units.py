@@ -19,7 +19,7 @@ __all__ = [
     "Wrap",
     "callable_parts",
     "choose_units",
-    "described_units",
+    "describe_units",
     "ignored_parameters",
     "refuse_unshardable",
     "sharded_parts",
@@ -40,8 +40,7 @@ def choose_units(module: nn.Module, wrap: Wrap) -> dict[str, nn.Module]:
     without a forward, such as an `nn.ModuleList`. A notice says so if the user has named it.
 
     Args:
-        module: the user's.
-        wrap: see `FSDPStrategy`.
+        wrap: See `FSDPStrategy`.
 
     Raises:
         ConfigurationError: `wrap` is wrong, or matches no module.
@@ -68,23 +67,23 @@ def _of_size(module: nn.Module, minimum: int) -> dict[str, nn.Module]:
     """The smallest modules with at least this number of parameters, each counted in one module."""
     if minimum < 1:
         raise ConfigurationError(f"wrap={minimum}: expected a number of parameters > 0. For example: wrap=10_000_000")
-    found: dict[str, nn.Module] = {}
+    units: dict[str, nn.Module] = {}
     taken: set[int] = set()
     for name, part in reversed(list(module.named_modules())):  # submodules before the modules that contain them
-        own = {id(p): p.numel() for p in part.parameters() if id(p) not in taken}
-        if part is not module and sum(own.values()) >= minimum and _has_forward(part):
-            found[name] = part
-            taken |= own.keys()
-    return dict(reversed(found.items()))
+        sizes = {id(p): p.numel() for p in part.parameters() if id(p) not in taken}
+        if part is not module and sum(sizes.values()) >= minimum and _has_forward(part):
+            units[name] = part
+            taken |= sizes.keys()
+    return dict(reversed(units.items()))
 
 
-def described_units(module: nn.Module, units: Mapping[str, nn.Module], roots: Sequence[nn.Module]) -> str:
+def describe_units(module: nn.Module, units: Mapping[str, nn.Module], roots: Sequence[nn.Module]) -> str:
     """What is sharded of a module, in words: "12 Block (layers.0, layers.1, ..., layers.11), and the root".
 
     Args:
-        module: the user's, before it is sharded: torch then replaces the classes.
-        units: the units inside it, by name.
-        roots: the module itself, or its submodules that are sharded each by itself.
+        module: The user's, before it is sharded: torch then replaces the classes.
+        units: The units inside it, by name.
+        roots: The module itself, or its submodules that are sharded each by itself.
     """
     inner = {name: type(unit).__name__ for name, unit in units.items() if unit not in roots}
     outer = {name: type(part).__name__ for name, part in module.named_modules() if name and part in roots}
@@ -102,11 +101,7 @@ def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def sharded_parts(module: nn.Module) -> list[nn.Module]:
-    """The parts of a module that are sharded each by itself under manual optimization.
-
-    Raises:
-        ModuleError: a parameter is in two of them, or in one and elsewhere in the module: its copies would train by themselves.
-    """
+    """The parts of a module that are sharded each by itself under manual optimization."""
     parts = list(callable_parts(module))
     for part in parts:
         if _shares_parameters(module, part):
@@ -124,16 +119,15 @@ def _has_forward(part: nn.Module) -> bool:
 
 def _shares_parameters(module: nn.Module, unit: nn.Module) -> bool:
     """Whether a parameter of the unit is also used elsewhere in the module."""
-    own = {id(p) for p in unit.parameters()}
-    return any(id(owner._parameters[name]) in own for owner, name in slots(module, lambda part: part is unit))
+    parameters = {id(p) for p in unit.parameters()}
+    return any(id(owner._parameters[name]) in parameters for owner, name in slots(module, lambda part: part is unit))
 
 
 def slots(module: nn.Module, stop: Callable[[nn.Module], bool] = lambda part: False) -> Iterator[Slot]:
     """The places of all parameters of a module, of a tied one each.
 
     Args:
-        module: the module.
-        stop: returns whether a submodule and what it contains are skipped.
+        stop: Returns whether a submodule and what it contains are skipped.
     """
     seen: set[int] = set()
     pending = [module]
@@ -150,7 +144,7 @@ def ignored_parameters(module: nn.Module, ignored_modules: Any) -> set[nn.Parame
     """The parameters that stay whole on each rank: those of the modules that the user names, and scalars.
 
     Raises:
-        ConfigurationError: a name matches no module.
+        ConfigurationError: A name matches no module.
     """
     chosen = {} if ignored_modules is None else chosen_modules(module, ignored_modules, "ignored_modules")
     ignored = {p for part in chosen.values() for p in part.parameters()}
@@ -161,18 +155,14 @@ def refuse_unshardable(named_units: dict[str, nn.Module], ignored: set[nn.Parame
     """Refuse modules that `fully_shard` cannot shard.
 
     Args:
-        named_units: the units and the root, by name.
-        ignored: parameters that are not sharded.
-
-    Raises:
-        ModuleError: a unit has trained parameters of several dtypes, or with this version of torch one of integers; or an
-            embedding has sparse gradients.
+        named_units: The units and the root, by name.
+        ignored: Parameters that are not sharded.
     """
     units = set(named_units.values())
     for name, unit in named_units.items():
         _refuse_integers(name, unit, ignored)
-        own = [owner._parameters[key] for owner, key in slots(unit, units.__contains__)]
-        dtypes = Counter(p.dtype for p in own if isinstance(p, Tensor) and p.requires_grad and p not in ignored)
+        parameters = [owner._parameters[key] for owner, key in slots(unit, units.__contains__)]
+        dtypes = Counter(p.dtype for p in parameters if isinstance(p, Tensor) and p.requires_grad and p not in ignored)
         if len(dtypes) > 1:
             shown = ", ".join(f"{count} of {str(dtype).removeprefix('torch.')}" for dtype, count in dtypes.most_common())
             raise ModuleError(

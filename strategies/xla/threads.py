@@ -26,11 +26,7 @@ _Key = tuple[str, int]
 
 
 class ReplicaScheduler:
-    """Runs the replicas of a process one at a time, and exchanges values between them.
-
-    Args:
-        size: number of replicas.
-    """
+    """Runs the replicas of a process one at a time, and exchanges values between them."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -125,11 +121,7 @@ _lock = threading.Lock()
 
 
 def replica_scheduler(size: int) -> ReplicaScheduler:
-    """Return the object that all replicas of this process share.
-
-    Raises:
-        ConfigurationError: the runtime is not set to run one graph after the other.
-    """
+    """Return the object that all replicas of this process share."""
     global _scheduler
     if os.environ.get("PJRT_CPU_ASYNC_CLIENT") != "0":
         raise ConfigurationError(
@@ -159,31 +151,24 @@ class ThreadWorld(World):
             self.scheduler.leave(self.rank)
 
     def exchange(self, value: Any) -> list[Any]:
-        """See `trainkit.distributed.world.World.exchange`."""
         return [json.loads(text) for text in self.gather("exchange", json.dumps(value))]
 
     def exchange_state(self, value: Any) -> list[Any]:
-        """See `trainkit.distributed.world.World.exchange_state`."""
         return [copy.deepcopy(other) for other in self.gather("state", value)]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
-        """See `trainkit.distributed.world.World.exchange_user_objects`."""
         return self.exchange_state(value)
 
     def broadcast_user_object(self, value: Any, source: int = 0) -> Any:
-        """See `trainkit.distributed.world.World.broadcast_user_object`."""
         return self.exchange_state(value)[source]
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """See `trainkit.distributed.world.World.rows`."""
         return [list(row) for row in self.gather("rows", [float(value) for value in values])]
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
-        """See `trainkit.distributed.world.World.begin_largest`."""
         return _Largest(self, self.scheduler.submit(self.rank, "largest", [int(value) for value in values]))
 
     def thread_exchange(self, name: str) -> ThreadExchange:
-        """See `trainkit.distributed.world.World.thread_exchange`."""
         return _ReplicaExchange(name, self)
 
     def gather(self, name: str, value: Any = None) -> list[Any]:

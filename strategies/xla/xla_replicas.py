@@ -1,47 +1,60 @@
-"""Replicas: a copy of the model on each device, each in its own process (on the CPU: thread), with averaged gradients."""
+"""The processes and devices of a run on XLA: one model for all devices (SPMD), or a replica of it on each.
+
+A replica has its own process (on the CPU: thread), and averages its gradients with the others.
+"""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from trainkit.accelerator.wrapped import Wrapped
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
+from trainkit.footprint import Contents, Footprint, Held, Moment, in_backward
 from trainkit.launch.joining import join
 from trainkit.launch.tpu import REPLICA, place_in_slice
 from trainkit.nested import leaves, map_tensors
-from trainkit.strategies.xla.runtime import choose_runtime, imported
+from trainkit.strategies.xla.runtime import choose_runtime, import_torch_xla
 from trainkit.strategies.xla.threads import ThreadWorld, replica_scheduler
 
-__all__ = ["Replicas", "host_world", "launch", "replica_world", "resolve_mode"]
+__all__ = [
+    "Replicas",
+    "SPMDModel",
+    "batch_axes",
+    "host_world",
+    "launch",
+    "make_mesh",
+    "replica_world",
+    "resolve_mode",
+    "shard_state",
+    "sharded_footprint",
+]
 
 
 def resolve_mode(mode: str | None) -> str:
-    """Return the mode of the argument, or else the mode that this process was started for.
-
-    Raises:
-        ConfigurationError: the mode is unknown.
-    """
+    """Return the mode of the argument, or else the mode that this process was started for."""
     if mode not in ("spmd", "replicas", None):
         raise ConfigurationError(f"mode must be 'spmd' or 'replicas', not {mode!r}. Use XLAStrategy(mode='spmd').")
     return mode or ("replicas" if REPLICA in os.environ else "spmd")
 
 
-def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
-    """Join the replicas of the run.
-
-    Raises:
-        ConfigurationError: the number of replicas is not the one that the user asked for, or they cannot run here.
-    """
+def replica_world(requested: RequestedDevices, xr: Any, timeout: timedelta) -> World:
+    """Join the replicas of the run."""
     size, here = int(xr.world_size()), int(xr.local_device_count())
-    each = wanted.per_node
+    each = requested.per_node
     if size == 1 and (each or 1) > 1:
         raise ConfigurationError(
             f"devices={each} and mode='replicas', but XLA's runtime has one replica. Start the replicas: "
@@ -52,11 +65,11 @@ def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> Worl
             f"devices={each}, but there are {here} replicas on this host. Use devices={here}, or remove devices."
         )
     if size == 1:
-        return host_world(wanted, xr, timeout)
+        return host_world(requested, xr, timeout)
     rank, threads = int(xr.global_ordinal()), int(xr.addressable_device_count())
     if threads == size and int(xr.process_count()) == 1:
         scheduler = replica_scheduler(size)
-        if wanted.as_started and rank not in scheduler.launched:
+        if requested.as_started and rank not in scheduler.launched:
             raise ConfigurationError(
                 "replicas on XLA's CPU runtime are threads that run one at a time, but trainkit cannot detect when your own "
                 "training loop ends. Start it with XLAStrategy.launch(main)."
@@ -68,17 +81,17 @@ def replica_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> Worl
             "Use mode='spmd'."
         )
     place = place_in_slice(rank, size, int(xr.local_ordinal()), here, os.environ, os.getppid())
-    return _checked(join(wanted, backend="gloo", timeout=timeout, place=place), size)
+    return _checked(join(requested, backend="gloo", timeout=timeout, place=place), size)
 
 
-def host_world(wanted: RequestedDevices, xr: Any, timeout: timedelta) -> World:
+def host_world(requested: RequestedDevices, xr: Any, timeout: timedelta) -> World:
     """Join the processes of an SPMD run: one on each host.
 
     Raises:
-        ConfigurationError: a launcher started a different number of processes than the runtime has.
+        ConfigurationError: A launcher started a different number of processes than the runtime has.
     """
     place = place_in_slice(int(xr.process_index()), int(xr.process_count()), 0, 1, os.environ, 0)
-    hosts = RequestedDevices(wanted.accelerator, nodes=wanted.nodes, as_started=True)
+    hosts = RequestedDevices(requested.accelerator, nodes=requested.nodes, as_started=True)
     return _checked(join(hosts, backend="gloo", timeout=timeout, place=place), int(xr.process_count()))
 
 
@@ -97,9 +110,7 @@ class Replicas:
     All replicas must run the same graph. So values that differ between replicas must be inputs of the graph.
 
     Args:
-        world: the replicas.
-        device: the device of this replica.
-        run: runs the recorded operations.
+        run: Runs the recorded operations.
     """
 
     def __init__(self, world: World, device: torch.device, run: Callable[[], None]) -> None:
@@ -118,8 +129,8 @@ class Replicas:
         """Average the gradients over the replicas.
 
         Args:
-            parameters: the same parameters on all replicas.
-            alike: all replicas ran the same operations in this window, so they recorded the same graph. Otherwise the recorded
+            parameters: The same parameters on all replicas.
+            alike: All replicas ran the same operations in this window, so they recorded the same graph. Otherwise the recorded
                 graph runs first, and the gradients are inputs of the graph that averages them.
 
         Returns:
@@ -146,17 +157,13 @@ class Replicas:
     def from_main(self, tensors: Iterable[Tensor]) -> None:
         """Broadcast tensors from the main process."""
         for tensor in tensors:
-            own = tensor.detach().to(torch.int32) if tensor.dtype is torch.bool else tensor.detach()
-            values = [torch.where(self._is_main, own, torch.zeros((), dtype=own.dtype, device=own.device))]
+            value = tensor.detach().to(torch.int32) if tensor.dtype is torch.bool else tensor.detach()
+            values = [torch.where(self._is_main, value, torch.zeros((), dtype=value.dtype, device=value.device))]
             self._xm.all_reduce(self._xm.REDUCE_SUM, values, pin_layout=False)
             tensor.detach().copy_(values[0])
 
     def gathered(self, data: Any) -> Any:
-        """Gather tensors from all replicas, stacked along a new first dimension.
-
-        Raises:
-            ConfigurationError: the replicas pass different shapes or dtypes.
-        """
+        """Gather tensors from all replicas, stacked along a new first dimension."""
         tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
         by_rank = self.world.exchange([[str(tensor.dtype), list(tensor.shape)] for tensor in tensors])
         if any(other != by_rank[0] for other in by_rank):
@@ -164,11 +171,11 @@ class Replicas:
                 f"all_gather needs tensors of the same shapes and dtypes on all replicas, but got {by_rank}. Pad them first: "
                 "torch.nn.functional.pad(x, (0, n - len(x)))"
             )
-        own = map_tensors(data, lambda tensor: tensor.detach().to(self.device).clone().unsqueeze(0))
+        local = map_tensors(data, lambda tensor: tensor.detach().to(self.device).clone().unsqueeze(0))
         self._run()  # the graph up to here may differ between replicas
-        found = map_tensors(own, lambda tensor: self._xm.all_gather(tensor.clone(), dim=0, pin_layout=False))
+        joined = map_tensors(local, lambda tensor: self._xm.all_gather(tensor.clone(), dim=0, pin_layout=False))
         self.sync()
-        return found
+        return joined
 
 
 class _Replica:
@@ -208,6 +215,147 @@ def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | N
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime starts
     os.environ[REPLICA] = "1"  # for both threads and processes
     try:
-        imported().launch(_Replica(function, devices), args=args, **options)
+        import_torch_xla().launch(_Replica(function, devices), args=args, **options)
     finally:
         os.environ.pop(REPLICA, None)
+
+
+# ----------------------------------------------------------------------------------------------------------------- SPMD
+
+
+_DATA = ("data", "fsdp")  # axes over which batches are sharded
+
+
+def make_mesh(mesh: Any, devices: int, fsdp: bool) -> Any:
+    """Create the mesh of a run, and make it the global mesh.
+
+    Args:
+        mesh: A `Mesh`, a dict of axis name → size, or `None`.
+        devices: Number of devices of the run.
+        fsdp: Whether parameters are sharded.
+    """
+    spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
+    there = int(importlib.import_module("torch_xla.runtime").global_runtime_device_count())
+    if devices != there:
+        raise ConfigurationError(
+            f"devices={devices} does not work with mesh or fsdp, which use all devices of the runtime. Use devices={there}."
+        )
+    if not isinstance(mesh, spmd.Mesh):
+        sizes = {"fsdp" if fsdp else "data": devices} if mesh is None else mesh
+        if not isinstance(sizes, Mapping) or not all(type(size) is int and size > 0 for size in sizes.values()):
+            raise ConfigurationError(
+                f"mesh must be a torch_xla.distributed.spmd.Mesh or a dict of axis sizes > 0, not {mesh!r}. For example: "
+                "mesh={'data': 2, 'fsdp': 4}"
+            )
+        if math.prod(sizes.values()) != devices:
+            raise ConfigurationError(
+                f"mesh={mesh!r} has {math.prod(sizes.values())} devices, but the runtime has {devices}. Use sizes whose "
+                f"product is {devices}: mesh={{'data': {devices}}}"
+            )
+        mesh = spmd.Mesh(np.arange(devices), tuple(sizes.values()), tuple(sizes))
+    names = tuple(mesh.axis_names or ())
+    if fsdp and "fsdp" not in names:
+        raise ConfigurationError(
+            f"fsdp=True needs an axis 'fsdp' in the mesh, which has {', '.join(names) or 'no names'}. Name an axis 'fsdp': "
+            f"mesh={{'fsdp': {devices}}}"
+        )
+    if not set(names) & set(_DATA):
+        raise ConfigurationError(
+            f"the mesh has the axes {names!r}, but batches are sharded over axes named 'data' or 'fsdp'. Name an axis 'data': "
+            "torch_xla.distributed.spmd.Mesh(ids, (4,), ('data',))"
+        )
+    spmd.set_global_mesh(mesh)
+    return mesh
+
+
+def batch_axes(mesh: Any) -> tuple[str, ...]:
+    """The axes over which batches are sharded."""
+    return tuple(name for name in mesh.axis_names if name in _DATA)
+
+
+class SPMDModel(Wrapped):
+    """A module whose parameters are sharded over the axis "fsdp".
+
+    Args:
+        module: The user's module, on the device.
+    """
+
+    def __init__(self, module: nn.Module, mesh: Any) -> None:
+        super().__init__(module)
+        self.training = module.training
+        fsdp: Any = importlib.import_module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
+        self._spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
+        self._mesh, self._marks = mesh, list[RemovableHandle]()
+        called = _Called(module)
+        # set in __dict__, so that it is not registered as a submodule
+        self.__dict__["_fsdp"] = fsdp.SpmdFullyShardedDataParallel(called, mesh=mesh, shard_output=self._shard_outputs)
+        called._backward_hooks.clear()  # FSDPv2's hook warns, because batches need no gradients
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module, *args, **kwargs)
+
+    def shard_children_outputs(self) -> None:
+        """Shard the outputs of the module's children too, for a training step that calls them and returns only a loss.
+
+        These marks make the compiler gather parameters instead of activations. Your own training loop, which calls such a child
+        as its model, then has the same graph.
+        """
+        children = [child for child in self.module.children() if any(True for _ in child.parameters())]
+        if not self._marks:
+            self._marks += [child.register_forward_hook(self._mark) for child in children]
+
+    def _mark(self, child: nn.Module, args: Any, outputs: Any) -> None:
+        self._shard_outputs(outputs, self._mesh)
+
+    def close(self) -> None:
+        """Remove the hooks from the module's children."""
+        for mark in self._marks:
+            mark.remove()
+        self._marks.clear()
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that uses the parameters inside FSDPv2's forward."""
+        return self.__dict__["_fsdp"](function, args, kwargs)
+
+    def _shard_outputs(self, outputs: Any, mesh: Any) -> None:
+        """Shard outputs along their first dimension, like the batch. Scalars are not sharded."""
+        samples = [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.ndim and leaf.device.type == "xla"]
+        axes = batch_axes(mesh)
+        for leaf in samples:
+            self._spmd.mark_sharding(leaf, mesh, (axes, *[None] * (leaf.ndim - 1)))
+
+
+def shard_state(optimizers: Iterable[Optimizer]) -> None:
+    """Shard loaded optimizer state, which is whole on each device, in the same way as its parameters."""
+    xlac: Any = importlib.import_module("torch_xla")._XLAC
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            if not isinstance(state, dict) or not xlac._get_xla_sharding_spec(parameter):
+                continue
+            sharding = xlac._get_xla_op_sharding(parameter)
+            for value in state.values():
+                if isinstance(value, Tensor) and value.device.type == "xla" and value.shape == parameter.shape:
+                    xlac._xla_mark_sharding(value, sharding)
+
+
+def sharded_footprint(whole: Footprint, contents: Contents, devices: int) -> Footprint:
+    """The memory of one device if everything but buffers is sharded."""
+    held = whole.moments["update"].device
+    each = Held(
+        parameters=contents.buffers + -(-(held.parameters - contents.buffers) // devices),
+        gradients=-(-held.gradients // devices),
+        optimizer=-(-held.optimizer // devices),
+    )
+    step = in_backward(contents, replace(each, gradients=0), shards=devices)
+    return replace(whole, name=f"{whole.name}, fsdp", moments={"update": Moment(each), **step})
+
+
+class _Called(nn.Module):
+    """The module that FSDPv2 wraps: its forward calls a function."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)

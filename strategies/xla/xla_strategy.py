@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -22,29 +24,40 @@ from trainkit.footprint import Contents, Footprint
 from trainkit.metrics.values import TO_HOST
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, check_modules_match
-from trainkit.strategies._membership import duration
+from trainkit.strategies._collectives import Buffers, check_modules_match
+from trainkit.strategies._processes import duration
 from trainkit.strategies.xla.info import INFO
-from trainkit.strategies.xla.rates import steady_rates
 from trainkit.strategies.xla.runtime import (
+    BatchSharding,
     XLAGenerator,
     choose_runtime,
     compilation_hints,
     compilations,
     count_devices,
-    imported,
+    import_torch_xla,
+    loaded_ahead,
     read_on_all_ranks,
     refuse_late_runtime,
     require,
     set_compilation_cache,
+    to_xla,
 )
-from trainkit.strategies.xla.spmd import SPMDModel, batch_axes, make_mesh, shard_state, sharded_footprint
 from trainkit.strategies.xla.threads import ThreadWorld
-from trainkit.strategies.xla.transfer import BatchSharding, loaded_ahead, to_xla
-from trainkit.strategies.xla.xla_replicas import Replicas, host_world, launch, replica_world, resolve_mode
+from trainkit.strategies.xla.xla_replicas import (
+    Replicas,
+    SPMDModel,
+    batch_axes,
+    host_world,
+    launch,
+    make_mesh,
+    replica_world,
+    resolve_mode,
+    shard_state,
+    sharded_footprint,
+)
 from trainkit.strategy import Strategy
 
-__all__ = ["XLAStrategy"]
+__all__ = ["Rate", "XLAStrategy", "steady_rates"]
 
 
 class XLAStrategy(Strategy):
@@ -106,8 +119,10 @@ class XLAStrategy(Strategy):
                 "mesh, fsdp and pad_last_batch do not work with mode='replicas', where models are separate. Use mode='spmd'."
             )
         self.mode, self.fsdp, self.pad_last_batch = mode, fsdp, pad_last_batch
-        self._accelerator, self._mesh_wanted = str(device), mesh
-        self._compilation_cache, self._timeout = compilation_cache, duration(timeout)
+        self._accelerator = str(device)
+        self._mesh_argument = mesh
+        self._compilation_cache = compilation_cache
+        self._timeout = duration(timeout)
         super().__init__(device, precision)
         self._data_world: World | None = None
         self._replicas: Replicas | None = None
@@ -141,7 +156,6 @@ class XLAStrategy(Strategy):
         return f"{self.device} ({kind})" if count == 1 else f"{count} XLA devices ({kind})"
 
     def accepts(self, accelerator: str) -> bool:
-        """See `trainkit.Strategy.accepts`."""
         return accelerator in ("auto", "xla", "cpu")
 
     def join(self, wanted: RequestedDevices) -> None:
@@ -150,7 +164,7 @@ class XLAStrategy(Strategy):
             wanted = replace(wanted, accelerator=self._accelerator)
         require()
         choose_runtime(wanted)
-        self._xla = imported()
+        self._xla = import_torch_xla()
         xr: Any = importlib.import_module("torch_xla.runtime")
         if self._compilation_cache is not None:
             set_compilation_cache(self._compilation_cache, xr)
@@ -167,11 +181,11 @@ class XLAStrategy(Strategy):
         TO_HOST["xla"] = read_on_all_ranks
         self.joined = True
 
-    def _join_mesh(self, wanted: RequestedDevices, xr: Any) -> None:
-        count = count_devices(wanted, xr)
-        self.world = host_world(wanted, xr, self._timeout)
-        if count > 1 or self._mesh_wanted is not None or self.fsdp:
-            mesh = make_mesh(self._mesh_wanted, count, self.fsdp)  # may raise; SPMD cannot be turned off later
+    def _join_mesh(self, requested: RequestedDevices, xr: Any) -> None:
+        count = count_devices(requested, xr)
+        self.world = host_world(requested, xr, self._timeout)
+        if count > 1 or self._mesh_argument is not None or self.fsdp:
+            mesh = make_mesh(self._mesh_argument, count, self.fsdp)  # may raise; SPMD cannot be turned off later
             if not xr.is_spmd():
                 xr.use_spmd()
             self.mesh = mesh
@@ -208,7 +222,6 @@ class XLAStrategy(Strategy):
 
     @property
     def compilations(self) -> int:
-        """See `trainkit.Strategy.compilations`."""
         return compilations()
 
     def compilation_hints(self) -> Mapping[str, int]:
@@ -249,11 +262,9 @@ class XLAStrategy(Strategy):
         return module
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.wrap`."""
         return self._models.get(id(module), module)
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, SPMDModel) else super().unwrap(module)
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
@@ -306,11 +317,9 @@ class XLAStrategy(Strategy):
 
     @property
     def ahead(self) -> Callable[..., Iterator[Any]]:
-        """See `trainkit.Strategy.ahead`."""
         return partial(loaded_ahead, device=self.device, sharding=self._sharding, before=self._sync_pending)
 
     def move(self, batch: Any) -> Any:
-        """See `trainkit.Strategy.move`."""
         return to_xla(batch, self.device, self._sharding)
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
@@ -355,7 +364,6 @@ class XLAStrategy(Strategy):
         return had_loss or (self._replicas is not None and self._any_loss)
 
     def mean(self, value: Tensor) -> Tensor:
-        """See `trainkit.Strategy.mean`."""
         if self._replicas is None:
             return value
         return torch.tensor(self.world.sums([float(value)])[0] / self.world.size, dtype=value.dtype, device=value.device)
@@ -395,3 +403,119 @@ class XLAStrategy(Strategy):
         self._reset()
         if isinstance(self.world, ThreadWorld):
             self.world.leave_run()
+
+
+# ------------------------------------------------------------------------------------------------------- learning rates
+
+
+_SMALLEST = math.ulp(0.0)
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+_DENORMAL = 2.0**-149  # the smallest float32 above 0; XLA treats it as 0
+
+TensorCache = dict[tuple[float, torch.dtype, torch.device], Tensor]
+
+
+class Rate(float):
+    """A learning rate, or a value computed from one.
+
+    Args:
+        value: The exact value.
+        group: Number of the parameter group, so that equal rates of two groups do not become one input.
+        cache: The tensors created from values of the group in this step.
+    """
+
+    exact: float
+    group: int
+    cache: TensorCache
+
+    def __new__(cls, value: float, group: int, cache: TensorCache) -> Rate:
+        made = super().__new__(cls, _avoid_constants(value, group))
+        made.exact, made.group, made.cache = value, group, cache
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Replace rates in the positional arguments of a tensor operation by tensors, and in the others by exact floats."""
+        like = next((arg for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()), None)
+        others = {name: value.exact if isinstance(value, Rate) else value for name, value in (kwargs or {}).items()}
+        return function(*[arg._for(like) if isinstance(arg, Rate) else arg for arg in args], **others)
+
+    def _for(self, like: Tensor | None) -> Tensor | float:
+        if like is None or like.device.type != "xla":
+            return self.exact
+        dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+        key = (self.exact, dtype, like.device)
+        if key not in self.cache:
+            xm: Any = importlib.import_module("torch_xla.core.xla_model")
+            # torch.tensor(value, device=…) would become a constant too
+            (self.cache[key],) = xm.send_cpu_data_to_device([torch.tensor(self.exact, dtype=dtype)], like.device)
+        return self.cache[key]
+
+
+def _avoid_constants(value: float, group: int) -> float:
+    """Returns the value, or a number next to it if XLA would make it a constant of the graph."""
+    if value == 0.0:
+        return math.copysign(group * _DENORMAL or _SMALLEST, value)
+    if abs(value) == 1.0:
+        return math.copysign(_BELOW_ONE, value)
+    return value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    """Returns a method of `float` that computes with the exact values and returns a `Rate`."""
+    plain = getattr(float, name)
+
+    def operation(self: Rate, *others: Any) -> Any:
+        result = plain(self.exact, *[other.exact if isinstance(other, Rate) else other for other in others])
+        return Rate(result, self.group, self.cache) if isinstance(result, float) else result
+
+    operation.__name__ = name
+    return operation
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "neg", "pos", "abs"):
+    setattr(Rate, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _Beta(float):
+    """A decay rate of Adam's moments. Its powers approach 0, so the bias corrections 1 - beta**step approach 1."""
+
+    group: int
+    cache: TensorCache
+
+    def __new__(cls, value: float, group: int, cache: TensorCache) -> _Beta:
+        made = super().__new__(cls, value)
+        made.group, made.cache = group, cache
+        return made
+
+    def __pow__(self, exponent: Any, modulo: None = None) -> Any:
+        result = float(self) ** exponent
+        return Rate(result, self.group, self.cache) if isinstance(result, float) else result
+
+
+@contextmanager
+def steady_rates(optimizer: Optimizer, closure: object = None) -> Iterator[None]:
+    """A context in which the optimizer's step is the same graph for all values of its learning rates.
+
+    Does nothing if there is a closure: LBFGS would keep values computed from the rates, and runs several graphs anyway.
+    """
+    if closure is not None:
+        yield
+        return
+    plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        rate, betas, cache = group.get("lr"), group.get("betas"), TensorCache()
+        if not isinstance(rate, float | int):
+            continue
+        plain.append((group, {"lr": rate}))
+        group["lr"] = Rate(rate, number, cache)
+        if isinstance(betas, tuple) and all(isinstance(beta, float) for beta in betas):
+            plain[-1][1]["betas"] = betas
+            group["betas"] = tuple(_Beta(beta, number, cache) for beta in betas)
+    try:
+        yield
+    finally:
+        for group, options in plain:
+            group.update(options)

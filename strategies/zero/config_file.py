@@ -1,23 +1,38 @@
-"""Reads a DeepSpeed configuration (a JSON file or a dict) into the options of `ZeROStrategy` and settings of the run."""
+"""A DeepSpeed configuration (a JSON file or a dict): the options of `ZeROStrategy` in it, and its comparison with the run.
+
+A value that differs from the `Trainer`'s, the module's or the loaders' is an error that shows both values; `"auto"` takes the
+run's value. If the module creates no optimizer or scheduler, the one in the configuration is created.
+"""
 
 from __future__ import annotations
 
 import importlib
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from trainkit.checks import is_number
 from trainkit.config.keys import is_off
-from trainkit.console import with_article
+from trainkit.console import notice, with_article
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, nearest
+from trainkit.launch.script_options import option
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
+from trainkit.optim.optimizer_config import read_optimizers
+from trainkit.optim.step_arguments import StepArguments
 from trainkit.precision import Precision
+from trainkit.strategies.zero.deepspeed_api import load, quiet, require_compiler
 
-__all__ = ["AUTO", "DeepSpeedConfig", "read_config"]
+__all__ = ["AUTO", "DeepSpeedConfig", "RunSettings", "deepspeed_config", "options", "read_config"]
+
 
 AUTO = "auto"
 
@@ -112,7 +127,7 @@ _ONLY: dict[str, dict[str, Any]] = {
     "optimizer": {"legacy_fusion": False},
 }
 _SECTIONS = ("zero_optimization", "fp16", "bf16", "torch_autocast", "aio", "optimizer", "scheduler", "activation_checkpointing")
-_CLAIMS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+_RUN_SETTINGS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 _OLD = {
     "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
     "cpu_offload_params": '"offload_param": {"device": "cpu"}',
@@ -193,18 +208,18 @@ class DeepSpeedConfig:
     """The contents of a DeepSpeed configuration.
 
     Attributes:
-        source: name of the configuration in messages.
-        options: options of `ZeROConfig`.
-        claims: batch sizes, accumulation steps and clipping norm, where they are numbers.
-        precision: the enabled precision; `None`: the `Trainer`'s.
-        optimizer: the section `optimizer`.
-        scheduler: the section `scheduler`.
-        without_effect: keys that have no effect.
+        source: Name of the configuration in messages.
+        options: Options of `ZeROConfig`.
+        run_settings: Batch sizes, accumulation steps and clipping norm, where they are numbers.
+        precision: The enabled precision; `None`: the `Trainer`'s.
+        optimizer: The section `optimizer`.
+        scheduler: The section `scheduler`.
+        without_effect: Keys that have no effect.
     """
 
     source: str
     options: dict[str, Any] = field(default_factory=dict)
-    claims: dict[str, float] = field(default_factory=dict)
+    run_settings: dict[str, float] = field(default_factory=dict)
     precision: Precision | None = None
     optimizer: dict[str, Any] | None = None
     scheduler: dict[str, Any] | None = None
@@ -215,16 +230,15 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> DeepSpeed
     """Read a DeepSpeed configuration.
 
     Args:
-        config: the path of a JSON file, which may contain comments, or a mapping with the same keys.
+        config: The path of a JSON file, which may contain comments, or a mapping with the same keys.
 
     Raises:
-        ConfigurationError: it cannot be read, or has an unsupported key or value; the message names the key.
+        ConfigurationError: It cannot be read, or has an unsupported key or value; the message names the key.
     """
     source, content = _content(config)
-    found = DeepSpeedConfig(source)
-    reader = _Reader(found)
-    reader.read(content)
-    return found
+    read = DeepSpeedConfig(source)
+    _Reader(read).read(content)
+    return read
 
 
 def _content(config: Any) -> tuple[str, Mapping[str, Any]]:
@@ -249,69 +263,70 @@ def _content(config: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _unique_keys(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in keys:
             raise ValueError(f"the key {key!r} occurs twice")
-        found[key] = value
-    return found
+        keys[key] = value
+    return keys
 
 
 class _Reader:
     """Reads a configuration section by section."""
 
-    def __init__(self, found: DeepSpeedConfig) -> None:
-        self._found = found
+    def __init__(self, config: DeepSpeedConfig) -> None:
+        self._config = config
 
     def read(self, content: Mapping[str, Any]) -> None:
-        known = [*_SECTIONS, *_CLAIMS, "communication_data_type"]
+        known = [*_SECTIONS, *_RUN_SETTINGS, "communication_data_type"]
         self._refuse_unknown("", content, known)
-        for key in _CLAIMS:
+        for key in _RUN_SETTINGS:
             if content.get(key, AUTO) not in (AUTO, None):
-                self._found.claims[key] = self._number(key, content[key])
+                self._config.run_settings[key] = self._number(key, content[key])
         self._read_zero(self._section(content, "zero_optimization"))
         self._read_precision(content)
         self._store("aio", self._section(content, "aio"), _AIO)
         if content.get("communication_data_type", AUTO) not in (AUTO, None):
-            self._found.options["communication_dtype"] = content["communication_data_type"]
+            self._config.options["communication_dtype"] = content["communication_data_type"]
         if checkpointing := self._section(content, "activation_checkpointing"):
-            self._found.options["activation_checkpointing"] = dict(checkpointing)
+            self._config.options["activation_checkpointing"] = dict(checkpointing)
         for name in ("optimizer", "scheduler"):
             if section := self._section(content, name):
-                setattr(self._found, name, self._typed(name, section))
+                setattr(self._config, name, self._typed(name, section))
 
     def _read_zero(self, zero: Mapping[str, Any]) -> None:
         for key, new in _OLD.items():
             if key in zero:
                 raise self._error(f"'zero_optimization': {key!r} is from an old version of DeepSpeed. Write {new}")
-        self._check_stage(stage := zero.get("stage"))
+        stage = zero.get("stage")
+        self._check_stage(stage)
         self._store("zero_optimization", {k: v for k, v in zero.items() if k not in _OFFLOAD}, _ZERO)
         sections = {name: self._section(zero, name) for name in _OFFLOAD}
         used = {name: section for name, section in sections.items() if not is_off(section.get("device"))}
         if "offload_param" in used and stage in (1, 2):  # DeepSpeed ignores it; the files of `accelerate config` contain it
             del used["offload_param"]
-            self._found.without_effect.append("offload_param")
+            self._config.without_effect.append("offload_param")
         for name, section in used.items():
             self._read_offload(name, section)
         pinned = {section.get("pin_memory", True) for section in used.values()}
         if len(pinned) > 1:
             raise self._error("'pin_memory' differs between 'offload_optimizer' and 'offload_param'. Use one value")
         if pinned:
-            self._found.options["pin_memory"] = pinned.pop()
+            self._config.options["pin_memory"] = pinned.pop()
 
     def _check_stage(self, stage: Any) -> None:
         """Refuse a configuration that shards nothing; `ZeROConfig` refuses all other stages."""
         if not is_off(stage) and stage not in (0, AUTO):
             return
-        found = '"zero_optimization" has no "stage"' if stage is None else f'"stage": {stage}'
+        what = '"zero_optimization" has no "stage"' if stage is None else f'"stage": {stage}'
         raise self._error(
-            f"{found}: DeepSpeed then shards nothing, which is DDP. Use strategy='ddp' without this configuration; or, to "
+            f"{what}: DeepSpeed then shards nothing, which is DDP. Use strategy='ddp' without this configuration; or, to "
             'shard, write "zero_optimization": {"stage": 1, 2 or 3}'
         )
 
     def _read_offload(self, name: str, section: Mapping[str, Any]) -> None:
         """Read an offload section: its device, and the options that apply to NVMe only."""
-        options, keys, device = self._found.options, _OFFLOAD[name], section["device"]
+        options, keys, device = self._config.options, _OFFLOAD[name], section["device"]
         options[_PLACE[name]] = device
         path = section.get("nvme_path")
         if device == "nvme" and path is not None and options.setdefault("nvme_path", path) != path:
@@ -321,7 +336,7 @@ class _Reader:
 
     def _read_precision(self, content: Mapping[str, Any]) -> None:
         """Read which precision is enabled; with "auto" and `false` the `Trainer`'s precision is used."""
-        asked: dict[str, Precision] = {}
+        enabled: dict[str, Precision] = {}
         fp16, bf16 = self._section(content, "fp16"), self._section(content, "bf16")
         autocast = self._section(content, "torch_autocast")
         scale = ("initial_scale_power", "loss_scale_window")
@@ -336,28 +351,28 @@ class _Reader:
         if fp16.get("loss_scale_window", AUTO) != AUTO:
             scaled["growth_interval"] = int(self._number("loss_scale_window", fp16["loss_scale_window"]))
         if self._enabled("fp16", fp16):
-            asked["fp16"] = Precision("16-true", **scaled)
+            enabled["fp16"] = Precision("16-true", **scaled)
         if self._enabled("bf16", bf16):
-            asked["bf16"] = Precision("bf16-true")
+            enabled["bf16"] = Precision("bf16-true")
         if self._enabled("torch_autocast", autocast):
             dtype = _DTYPES.get(autocast.get("dtype", "bf16"))
             if dtype is None:
                 raise self._error(f"'torch_autocast': 'dtype' must be 'bfloat16' or 'float16', not {autocast['dtype']!r}")
-            asked["torch_autocast"] = Precision(f"{dtype}-mixed", **(scaled if dtype == "16" else {}))
-        if len(asked) > 1:
-            raise self._error(f"{' and '.join(map(repr, asked))} are both enabled. Enable only one")
-        self._found.precision = next(iter(asked.values()), None)
-        if self._found.precision is None or not self._found.precision.name.startswith("16"):  # another loss scale applies
-            self._found.without_effect += [f"fp16.{key}" for key in scale if fp16.get(key, AUTO) != AUTO]
+            enabled["torch_autocast"] = Precision(f"{dtype}-mixed", **(scaled if dtype == "16" else {}))
+        if len(enabled) > 1:
+            raise self._error(f"{' and '.join(map(repr, enabled))} are both enabled. Enable only one")
+        self._config.precision = next(iter(enabled.values()), None)
+        if self._config.precision is None or not self._config.precision.name.startswith("16"):  # another loss scale applies
+            self._config.without_effect += [f"fp16.{key}" for key in scale if fp16.get(key, AUTO) != AUTO]
 
     def _store(self, name: str, section: Mapping[str, Any], keys: Mapping[str, str], unused: Iterable[str] = ()) -> None:
         """Store the values of `keys` as options; `_unknown_entries` checks all other keys."""
         self._refuse_unknown(name, section, [*keys, *unused])
         for key, value in section.items():
             if key in keys and value != AUTO:
-                self._found.options[keys[key]] = value
+                self._config.options[keys[key]] = value
             elif key in unused:
-                self._found.without_effect.append(f"{name}.{key}")
+                self._config.without_effect.append(f"{name}.{key}")
 
     def _enabled(self, name: str, section: Mapping[str, Any]) -> bool:
         value = section.get("enabled", False)
@@ -371,14 +386,14 @@ class _Reader:
         off = "enabled" in section and is_off(section["enabled"])
         for key, value in section.items():
             if key in _WITHOUT_EFFECT.get(name, ()):
-                self._found.without_effect.append(f"{where}{key}")
+                self._config.without_effect.append(f"{where}{key}")
             elif key in _ONLY.get(name, {}):
                 only = _ONLY[name][key]
                 if value not in (only, AUTO):
                     allowed = f"'{where}{key}' is {value!r}, but only {only!r} is supported"
                     raise self._error(f"{allowed}{self._missing(name, key)}. Remove it")
             elif key not in known and (off or is_off(value)):
-                self._found.without_effect.append(f"{where}{key}")
+                self._config.without_effect.append(f"{where}{key}")
             elif key not in known:
                 raise self._error(f"{f'{name!r}: ' if name else ''}{self._unknown(name, key, known)}")
 
@@ -425,4 +440,317 @@ class _Reader:
         return value
 
     def _error(self, problem: str) -> ConfigurationError:
-        return ConfigurationError(f"{self._found.source}: {problem}.")
+        return ConfigurationError(f"{self._config.source}: {problem}.")
+
+
+def deepspeed_config(argv: Sequence[str]) -> str | None:
+    """Returns the file in `--deepspeed_config FILE` or `--deepspeed_config=FILE` on a command line.
+
+    `deepspeed.add_config_arguments` adds that option to a script's parser.
+
+    Args:
+        argv: The arguments of the script, such as `sys.argv[1:]`.
+
+    Returns:
+        The unchanged path, or `None` without the option. If the option occurs several times, the last one counts, as in
+        argparse.
+    """
+    path = option(argv, "deepspeed_config")
+    if path == "":
+        raise ConfigurationError("--deepspeed_config has no value. Pass the path of a file: --deepspeed_config ds_config.json")
+    return path
+
+
+def options(argv: Sequence[str]) -> dict[str, Any] | None:
+    """Returns the arguments of `ZeROStrategy` for a command line; `None` without `--deepspeed_config`."""
+    path = deepspeed_config(argv)
+    return None if path is None else {"config": path}
+
+
+# ---------------------------------------------------------------------------------------------- comparison with the run
+
+
+# Options with which DeepSpeed selects a class of Adam, or how it stores its state.
+_OF_DEEPSPEED = ("adam_w_mode", "bias_correction", "fp32_optimizer_states", "torch_adam")
+_WARMUP = 0.1  # of the optimizer steps of the run, if the configuration leaves the length of a warm-up to it
+_ADAMS = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")
+
+
+class RunSettings:
+    """The settings of a run that a DeepSpeed configuration also sets.
+
+    Args:
+        config: The configuration; `None`: there is none.
+        offloaded: Whether the optimizer is offloaded.
+    """
+
+    def __init__(self, config: DeepSpeedConfig | None, offloaded: bool) -> None:
+        self._config = config or DeepSpeedConfig("config")
+        self._values, self._source = self._config.run_settings, self._config.source
+        self._offloaded = offloaded
+        self._has_trainer = self._takes_precedence = self._clipping_noticed = False
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether the configuration has an `optimizer` section."""
+        return self._config.optimizer is not None
+
+    @property
+    def clip(self) -> float | None:
+        """Maximum gradient norm in the user's own training loop if it does not clip; `None`: no clipping."""
+        return self._values.get("gradient_clipping") or None
+
+    def check_arguments(self, arguments: StepArguments) -> None:
+        """Compare the configuration with the arguments of the `Trainer`.
+
+        Raises:
+            ConfigurationError: They differ; the message shows both values.
+        """
+        self._has_trainer = True
+        theirs = {
+            "gradient_clipping": ("gradient_clip_val", arguments.gradient_clip_val or 0.0),
+            "gradient_accumulation_steps": ("accumulate_grad_batches", arguments.accumulate_grad_batches),
+            "train_batch_size": ("global_batch_size", arguments.global_batch_size),
+        }
+        if arguments.global_batch_size is not None:  # it determines the accumulation
+            del theirs["gradient_accumulation_steps"]
+        for key, (name, value) in theirs.items():
+            if value is not None:
+                self._compare(key, value, f"Trainer({name}={value!r})", f"Trainer({name}={self._values.get(key)!r})")
+
+    def check_batches(self, micro_batch: int | None, window: int, world: World) -> None:
+        """Compare the configuration with the training loader.
+
+        Args:
+            micro_batch: Number of samples in a micro-batch; `None`: the loader has no `batch_size`.
+            window: Number of micro-batches per process in an optimizer step.
+
+        Raises:
+            ConfigurationError: They differ; the message shows both values.
+        """
+        actual = f"{window} micro-batches per optimizer step"
+        self._compare("gradient_accumulation_steps", window, actual, "the same number")
+        if micro_batch is None:
+            sizes = [key for key in ("train_micro_batch_size_per_gpu", "train_batch_size") if key in self._values]
+            if sizes:
+                notice(f"{' and '.join(sizes)} of {self._source} cannot be checked: the loader has no batch_size.")
+            return
+        loader = f"the loader's batch_size={micro_batch}"
+        self._compare("train_micro_batch_size_per_gpu", micro_batch, loader, "the same batch_size")
+        product = micro_batch * window * world.size
+        actual = f"batch_size × micro-batches × processes = {micro_batch} × {window} × {world.size} = {product}"
+        self._compare("train_batch_size", product, actual, "sizes with that product")
+
+    def take_precedence(self, source: str) -> None:
+        """Let `gradient_clipping` override the norm in the user's own training loop, as Accelerate does.
+
+        Args:
+            source: Name of the configuration in messages.
+        """
+        self._source, self._takes_precedence = source, True
+
+    def clipping(self, max_norm: float) -> float | None:
+        """Returns the maximum gradient norm for a training loop that clips by `max_norm`; `None`: no clipping.
+
+        Raises:
+            ConfigurationError: The configuration has another norm, and does not `take_precedence`.
+        """
+        actual = f"clip_grad_norm_(..., {max_norm!r})"
+        if not self._takes_precedence or self._values.get("gradient_clipping", max_norm) == max_norm:
+            if self.clip is not None:
+                self._compare("gradient_clipping", max_norm, actual, "the same norm")
+            return max_norm if max_norm != math.inf else None
+        if not self._clipping_noticed:
+            self._clipping_noticed = True
+            effect = "are not clipped" if self.clip is None else f"are clipped by {self.clip!r} in each optimizer step"
+            notice(
+                f"{self._source} sets gradient_clipping: {self._values['gradient_clipping']!r}, but the training loop calls "
+                f"{actual}: gradients {effect}. Use the same number in both, or set gradient_clipping: auto, which uses the "
+                "loop's."
+            )
+        return self.clip
+
+    def _compare(self, key: str, value: float, actual: str, fix: str) -> None:
+        configured = self._values.get(key, value)
+        if configured != value:
+            raise ConfigurationError(
+                f'{self._source} sets {key!r}: {configured!r}, but the run has {actual}. Use {fix}, or set it to "auto" in the '
+                "configuration."
+            )
+
+    # ------------------------------------------------------------------------------------------ optimizer and scheduler
+
+    def configure_optimizers(self, module: Any, device: torch.device) -> Any:
+        """Returns the module's optimizers, or the configuration's if the module has none, with the configuration's scheduler.
+
+        Args:
+            device: The device of the run.
+        """
+        in_module = is_overridden(module, "configure_optimizers", TrainModule)
+        returned = (
+            module.configure_optimizers() if in_module or not self.has_optimizer else self._make_optimizer(module, device)
+        )
+        if self._config.scheduler is None and (not in_module or self._config.optimizer is None):
+            return returned
+        optimizers, schedulers = read_optimizers(returned, module, module.automatic_optimization)
+        if len(optimizers) != 1:
+            raise ConfigurationError(
+                f"{self._source} has a section 'optimizer' or 'scheduler', which is for one optimizer, but "
+                f"configure_optimizers returned {len(optimizers)}. Remove these sections."
+            )
+        self.check_optimizer(optimizers[0])
+        if self._config.scheduler is None:
+            return returned
+        if schedulers:
+            raise ConfigurationError(
+                f"{self._source} has the 'scheduler' {self._config.scheduler['type']!r}, but configure_optimizers also "
+                f"returned a {type(schedulers[0].scheduler).__name__}. Remove one of them."
+            )
+        scheduler = self._make_scheduler(optimizers[0], module)
+        return {"optimizer": optimizers[0], "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Compare the configuration with the user's optimizer."""
+        section, kind = self._config.optimizer, type(optimizer).__name__
+        if self._config.scheduler is not None and not self._has_trainer:
+            raise ConfigurationError(
+                f"{self._source} has the 'scheduler' {self._config.scheduler['type']!r}, but your own training loop must "
+                "create it. Remove the section, and write: from deepspeed.runtime.lr_schedules import WarmupLR; "
+                "scheduler = accelerator.prepare(WarmupLR(optimizer))"
+            )
+        if section is None:
+            return
+        names = _ADAMS if section["type"] in _ADAMS else (section["type"],)
+        if kind not in names:
+            raise ConfigurationError(
+                f"{self._source} has the 'optimizer' {section['type']!r}, but the run has {kind}. Use the same in both, or "
+                "remove the section."
+            )
+        switches = self._check_adam(section, optimizer) if section["type"] in _ADAMS else ()
+        for name, value in section["params"].items():
+            if name in switches:
+                continue
+            if name not in optimizer.defaults:
+                raise ConfigurationError(
+                    f"{self._source} has {name!r} for the optimizer, but {kind} has no such argument. Remove it."
+                )
+            here = optimizer.defaults[name]
+            same = tuple(here) == tuple(value) if isinstance(value, list | tuple) else here == value
+            if value != AUTO and not same:
+                raise self._differs(f"{name!r}: {value!r}", optimizer, here)
+
+    def _check_adam(self, section: dict[str, Any], optimizer: Optimizer) -> tuple[str, ...]:
+        """Compare the options of Adam that are not in the defaults of both PyTorch's and DeepSpeed's Adam.
+
+        Returns:
+            The names of these options.
+        """
+        params, defaults = section["params"], optimizer.defaults
+        correction = params.get("bias_correction", True)
+        if correction not in (AUTO, defaults.get("bias_correction", True)):
+            raise self._differs(f"'bias_correction': {correction!r}", optimizer, not correction)
+        decoupled = True if section["type"] == "AdamW" else params.get("adam_w_mode", True)
+        here = bool(defaults.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False)))
+        decays = any(group["weight_decay"] for group in optimizer.param_groups)  # else Adam and AdamW are the same
+        if decays and decoupled not in (AUTO, here):
+            how = "" if "adam_w_mode" in params else " (DeepSpeed's default)"
+            raise self._differs(f"{section['type']!r} with 'adam_w_mode': {decoupled!r}{how}", optimizer, here)
+        return _OF_DEEPSPEED
+
+    def _differs(self, setting: str, optimizer: Optimizer, here: Any) -> ConfigurationError:
+        return ConfigurationError(
+            f"{self._source} has {setting} for the optimizer, but the run's {type(optimizer).__name__} has {here!r}. Use the "
+            'same value in both, or set it to "auto" in the configuration.'
+        )
+
+    def _make_optimizer(self, module: nn.Module, device: torch.device) -> Optimizer:
+        section = self._config.optimizer
+        assert section is not None
+        params = {name: value for name, value in section["params"].items() if value != AUTO}
+        if "lr" not in params:
+            raise ConfigurationError(
+                f"{self._source}: the optimizer's 'lr' is missing or \"auto\", but the module has no configure_optimizers to "
+                "take it from. Set 'lr' to a number, or define configure_optimizers."
+            )
+        kind, more = self._optimizer_class(section["type"], params, device)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        made = self._construct(kind, section["type"], trained, **more, **params)
+        notice(f"created the optimizer of {self._source}: {type(made).__name__}, lr={params['lr']}.")
+        return made  # type: ignore[no-any-return]
+
+    def _optimizer_class(
+        self, name: str, params: dict[str, Any], device: torch.device
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Returns the class that DeepSpeed would use, and its options; removes DeepSpeed's own options from `params`."""
+        if name in ("Adam", "AdamW"):
+            return self._adam_class(name, params, device)
+        kind = getattr(torch.optim, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+            known = [n for n in dir(torch.optim) if n[0].isupper()]
+            raise ConfigurationError(
+                f"{self._source}: there is no optimizer {name!r}.{nearest(name, known)} Use a class of torch.optim, or remove "
+                "the section and create the optimizer in configure_optimizers."
+            )
+        return kind, {}
+
+    def _adam_class(self, name: str, params: dict[str, Any], device: torch.device) -> tuple[Callable[..., Any], dict[str, Any]]:
+        plain = params.pop("torch_adam", False)
+        decoupled = params.pop("adam_w_mode", True) or name == "AdamW"
+        of_states = params.pop("fp32_optimizer_states", True)
+        if plain or not (self._offloaded or device.type == "cuda"):
+            if params.pop("bias_correction", True) is not True:
+                raise ConfigurationError(f"{self._source}: PyTorch's Adam has no 'bias_correction': false. Remove it.")
+            # On a CPU PyTorch's class replaces FusedAdam, whose other defaults are the same.
+            more = {} if plain or "weight_decay" in params else {"weight_decay": 0.0}
+            return (torch.optim.AdamW if decoupled else torch.optim.Adam), more
+        require_compiler(f"DeepSpeed's optimizer {name}", 'add "torch_adam": true to its params')
+        with quiet():
+            adams: Any = importlib.import_module("deepspeed.ops.adam")
+        if self._offloaded:
+            load("CPUAdamBuilder", "cpu_adam")
+            return adams.DeepSpeedCPUAdam, {"adamw_mode": decoupled, "fp32_optimizer_states": of_states}
+        load("FusedAdamBuilder", "fused_adam")
+        return adams.FusedAdam, {"adam_w_mode": decoupled}
+
+    def _make_scheduler(self, optimizer: Optimizer, module: Any) -> Any:
+        section = self._config.scheduler
+        assert section is not None
+        with quiet():
+            modules: Any = [importlib.import_module("deepspeed.runtime.lr_schedules"), torch.optim.lr_scheduler]
+        name = section["type"]
+        kinds = {n: kind for source in reversed(modules) for n, kind in vars(source).items() if isinstance(kind, type)}
+        if name not in kinds:
+            raise ConfigurationError(
+                f"{self._source}: there is no scheduler {name!r}.{nearest(name, kinds)} Use a class of "
+                "torch.optim.lr_scheduler or deepspeed.runtime.lr_schedules."
+            )
+        params = {key: self._run_value(key, optimizer, module) if v == AUTO else v for key, v in section["params"].items()}
+        return self._construct(kinds[name], name, optimizer, **params)
+
+    def _run_value(self, key: str, optimizer: Optimizer, module: Any) -> Any:
+        """Returns the run's value for an "auto" option of the scheduler."""
+        if key == "warmup_max_lr":
+            return optimizer.param_groups[0]["lr"]
+        if key == "warmup_min_lr":
+            return 0.0
+        steps = module.trainer.estimated_stepping_batches
+        if key == "total_num_steps" and not math.isinf(steps):
+            return steps
+        if key == "warmup_num_steps" and not math.isinf(steps):
+            warmup = max(1, math.ceil(_WARMUP * steps))
+            notice(
+                f'{self._source}: the scheduler\'s "warmup_num_steps" is "auto": {warmup}, which is {_WARMUP:.0%} of the '
+                f"{steps} optimizer steps of the run. For another number, write it there."
+            )
+            return warmup
+        if key in ("total_num_steps", "warmup_num_steps"):
+            why, fix = "the length of the run is unknown", "Set it to a number, or use Trainer(max_steps=...)"
+        else:
+            why, fix = "the run has no such value", "Set it to a number"
+        raise ConfigurationError(f'{self._source}: the scheduler\'s {key!r} is "auto", but {why}. {fix}.')
+
+    def _construct(self, kind: Callable[..., Any], name: str, *args: Any, **params: Any) -> Any:
+        try:
+            return kind(*args, **params)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"{self._source}: {name} does not accept its 'params'. Fix them: {error}.") from error

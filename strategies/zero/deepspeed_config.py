@@ -22,8 +22,8 @@ RUN_IS_OVER = (
 )
 
 _PLACES = (None, "cpu", "nvme")
-# Elements. DeepSpeed allocates buckets of this size even for a small model, so for_model() reduces it to the model's size.
-_BUCKET = 500_000_000
+# DeepSpeed allocates buckets of this size even for a small model, so for_model() reduces it to the model's size.
+_BUCKET_ELEMENTS = 500_000_000
 _COUNTS = {  # option → minimum
     "reduce_bucket_size": 1,
     "allgather_bucket_size": 1,
@@ -40,18 +40,6 @@ _COUNTS = {  # option → minimum
     "aio_threads": 1,
     "hpz_partition_size": 1,
 }
-_SWITCHES = (
-    "pin_memory",
-    "overlap_comm",
-    "contiguous_gradients",
-    "round_robin_gradients",
-    "aio_single_submit",
-    "aio_overlap_events",
-    "quantized_weights",
-    "quantized_nontrainable_weights",
-    "quantized_gradients",
-    "zero3_save_16bit_model",
-)
 COMMUNICATION: dict[str | None, str] = {None: "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Values of `communication_dtype` → names of torch dtypes."""
 
@@ -65,7 +53,7 @@ CHECKPOINTING = {
 }
 """Keys of DeepSpeed's "activation_checkpointing" section → arguments of its `checkpointing.configure`."""
 
-_BLOCK = 4096  # bytes
+_BLOCK_BYTES = 4096
 _USED_BY = {  # stage or kind of offload → options that have an effect only there
     "stage 3": (
         "sub_group_size",
@@ -89,11 +77,7 @@ _USED_BY = {  # stage or kind of offload → options that have an effect only th
 
 @dataclass(frozen=True)
 class ZeROConfig:
-    """The options of `ZeROStrategy`; `ZeROOptions` documents them.
-
-    Raises:
-        ConfigurationError: an option is wrong, or has no effect in this stage.
-    """
+    """The options of `ZeROStrategy`; `ZeROOptions` documents them."""
 
     stage: int = 2
     offload_optimizer: str | None = None
@@ -135,9 +119,9 @@ class ZeROConfig:
         self._check_offload()
         for name, least in _COUNTS.items():
             self._check_count(name, least)
-        for name in _SWITCHES:
+        for name, annotation in type(self).__annotations__.items():
             value = getattr(self, name)
-            if not (isinstance(value, bool) or (name == "overlap_comm" and value is None)):
+            if annotation.startswith("bool") and not (isinstance(value, bool) or (value is None and "None" in annotation)):
                 raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
         if self.communication_dtype not in COMMUNICATION:
             raise ConfigurationError(
@@ -145,9 +129,9 @@ class ZeROConfig:
             )
         self._check_activation_checkpointing(self.activation_checkpointing or {})
         self._check_used()
-        if self.aio_block_size % _BLOCK:
+        if self.aio_block_size % _BLOCK_BYTES:
             raise ConfigurationError(
-                f"aio_block_size must be a multiple of {_BLOCK} bytes, the block size of direct I/O, not "
+                f"aio_block_size must be a multiple of {_BLOCK_BYTES} bytes, the block size of direct I/O, not "
                 f"{self.aio_block_size}. Use aio_block_size=1048576."
             )
 
@@ -225,10 +209,10 @@ class ZeROConfig:
         """Returns the DeepSpeed configuration for a model.
 
         Args:
-            sizes: number of elements of each parameter of the model.
-            dtypes: sections of the DeepSpeed configuration for the precision.
-            folder: folder for offload to NVMe.
-            optimizer_slots: number of tensors of optimizer state per parameter.
+            sizes: Number of elements of each parameter of the model.
+            dtypes: Sections of the DeepSpeed configuration for the precision.
+            folder: Folder for offload to NVMe.
+            optimizer_slots: Number of tensors of optimizer state per parameter.
         """
         numel = sum(sizes)
         zero: dict[str, Any] = {
@@ -287,12 +271,9 @@ class ZeROConfig:
         """Returns, for an optimizer on NVMe, the bytes on disk and the bytes of page-locked memory of one process.
 
         Args:
-            sizes: number of elements of each parameter of the optimizer.
-            processes: number of processes that the parameters are sharded across.
-            optimizer_slots: number of tensors of optimizer state per parameter.
-
-        Raises:
-            ConfigurationError: `optimizer_buffer_count` is too small for the optimizer.
+            sizes: Number of elements of each parameter of the optimizer.
+            processes: Number of processes that the parameters are sharded across.
+            optimizer_slots: Number of tensors of optimizer state per parameter.
         """
         least = optimizer_slots + 2  # master weights and gradients
         buffers = self.optimizer_buffer_count or least
@@ -319,8 +300,8 @@ class ZeROConfig:
         return 0 if self.offload_params == "nvme" else 1_000_000_000
 
     @staticmethod
-    def _bucket(given: int | None, numel: int) -> int:
-        size = min(_BUCKET, numel) if given is None else int(given)
+    def _bucket(size: int | None, numel: int) -> int:
+        size = min(_BUCKET_ELEMENTS, numel) if size is None else int(size)
         return max(2, size + size % 2)  # DeepSpeed requires an even size
 
 

@@ -2,13 +2,13 @@
 
 Gradients are reduced in one of two modes. *Streamed*: the hooks of each backward pass reduce a bucket as soon as it is full, so
 no process keeps full gradients (stages 2 and 3). *Local*: each process keeps its gradients, as plain PyTorch does, and
-`Engine.finish` reduces them once, in the same order on all processes, with zeros where a process has none (stage 1,
+`TrainingEngine.finish` reduces them once, in the same order on all processes, with zeros where a process has none (stage 1,
 accumulation windows in which processes have different numbers of micro-batches, manual optimization, and several optimizers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,32 +16,32 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.errors import ConfigurationError, LossError
-from trainkit.strategies.zero.aio import checked
+from trainkit.accelerator.wrapped import Wrapped
+from trainkit.distributed.world import Pending, World
+from trainkit.errors import ConfigurationError, LossError, ModuleError, OptimizerError
+from trainkit.micro_batch import MicroBatch
+from trainkit.precision import Precision
 from trainkit.strategies.zero.deepspeed_api import Session, quiet
-from trainkit.strategies.zero.loss_scale import LossScale
+from trainkit.strategies.zero.nvme import InMemory, Shard, disk_checks, gradient_partition, swapping
 from trainkit.strategies.zero.optimizer_adapter import Shadow
-from trainkit.strategies.zero.swap import InMemory, Shard, gradient_partition, swapping
+from trainkit.strategy import Strategy
 
-__all__ = ["Engine"]
+__all__ = ["EngineWindow", "EvaluationEngine", "LossScale", "StepModule", "TrainingEngine", "ZeROModel", "module_with"]
 
 
-class Engine:
+class TrainingEngine:
     """DeepSpeed's engine of one optimizer.
 
     Args:
-        session: the DeepSpeed session.
-        module: the module that holds the parameters; in streamed mode the engine runs its forward.
-        optimizer: the user's optimizer, which keeps its groups and parameters. DeepSpeed steps its `Shadow`.
-        config: the DeepSpeed configuration.
-        local: always reduce gradients in local mode.
-        scale: the loss scale.
+        module: The module that holds the parameters; in streamed mode the engine runs its forward.
+        optimizer: The user's optimizer, which keeps its groups and parameters. DeepSpeed steps its `Shadow`.
+        local: Always reduce gradients in local mode.
+        scale: The loss scale.
 
     Attributes:
-        shadow: the optimizer that DeepSpeed steps.
-        order: hash of the order of gradients in the accumulation window; it must be the same on all processes.
-        module: the module.
-        clip: maximum gradient norm in the next optimizer step; `None`: no clipping.
+        shadow: The optimizer that DeepSpeed steps.
+        order: Hash of the order of gradients in the accumulation window; it must be the same on all processes.
+        clip: Maximum gradient norm in the next optimizer step; `None`: no clipping.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Engine:
         self.shadow, self.module, self._scale = Shadow(optimizer), module, scale
         self._collectives = session.collectives
         before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
-        with quiet(), checked(), self.shadow.class_hidden():
-            self._engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
-        self.zero: Any = self._engine.optimizer
+        with quiet(), disk_checks(), self.shadow.class_hidden():
+            self._deepspeed_engine, *_ = session.package.initialize(model=module, optimizer=self.shadow.inner, config=config)
+        self.zero: Any = self._deepspeed_engine.optimizer
         self.zero.torch_autocast_gradscaler = None  # no checkpoint would contain this loss scale of DeepSpeed
         self._swap = swapping(self.zero)
         for number, flat in enumerate(self.flats if self.shadow.begins_with_state else ()):
@@ -79,7 +79,7 @@ class Engine:
         self._order: list[tuple[Any, ...]] = []  # calls that reduce a gradient, in the current backward pass
         self._last_order: list[tuple[Any, ...]] = []
         self._seen: set[int] = set()  # ids of the parameters with gradients in this accumulation window
-        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters)}
+        self._positions = {id(parameter): position for position, parameter in enumerate(self._parameters)}
         self.order = 0
         self._reduce = self._intercept()
         self.zero._coalesce_grad_reduction = local
@@ -107,8 +107,8 @@ class Engine:
     def flats(self) -> list[Tensor]:
         """This process's shards of the master weights, one per parameter group or sub-group."""
         zero, three = self.zero, "fp32_partitioned_groups_flat"
-        found: list[Tensor] = getattr(zero, three) if hasattr(zero, three) else zero.single_partition_of_fp32_groups
-        return found
+        flats: list[Tensor] = getattr(zero, three) if hasattr(zero, three) else zero.single_partition_of_fp32_groups
+        return flats
 
     def shard(self, number: int, first: int, last: int, slot: str | None = None) -> Shard:
         """A range of this process's shard of the master weights, or of their optimizer state `slot`."""
@@ -142,25 +142,27 @@ class Engine:
         """Begin an accumulation window; drop the gradients of one that ended without an optimizer step.
 
         Raises:
-            OptimizerError: the trainable parameters have changed since the engine was created.
+            OptimizerError: The trainable parameters have changed since the engine was created.
         """
         self.shadow.refuse_changes()
         if self._begun:
             self.discard()
         self._local = self._always_local or (uneven and self.stage < 3)
         self.zero._coalesce_grad_reduction = self._local
-        self._begun, self._finished, self._complete, self._norm, self.clip = True, False, False, None, None
+        self._begun = True
+        self._finished = self._complete = False
+        self._norm = self.clip = None
         self._seen.clear()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward, before a backward pass."""
         if self._local and self.stage < 3:
             return self.module(*args, **kwargs)
-        return self._engine(*args, **kwargs)
+        return self._deepspeed_engine(*args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward without a backward pass."""
-        return self._engine(*args, **kwargs) if self.stage == 3 else self.module(*args, **kwargs)
+        return self._deepspeed_engine(*args, **kwargs) if self.stage == 3 else self.module(*args, **kwargs)
 
     def backward(
         self, loss: Tensor, first: bool, full: bool, call: Callable[..., Any] = Tensor.backward, **kwargs: Any
@@ -168,11 +170,11 @@ class Engine:
         """Run the backward pass of a loss that is already scaled for gradient accumulation.
 
         Args:
-            loss: a scalar.
-            first: whether this is the first micro-batch of its accumulation window.
-            full: whether this is the last one.
-            call: in local mode, what runs the backward pass.
-            **kwargs: in streamed mode only `retain_graph`.
+            loss: A scalar.
+            first: Whether this is the first micro-batch of its accumulation window.
+            full: Whether this is the last one.
+            call: In local mode, what runs the backward pass.
+            **kwargs: In streamed mode only `retain_graph`.
         """
         if self._local:
             call(self.zero.scale_if_loss(loss), **kwargs)
@@ -185,20 +187,17 @@ class Engine:
                 "backward pass. Call backward(loss), or use manual optimization, strategy='zero1' or 'ddp'."
             )
         with self._collectives:
-            self._engine.set_gradient_accumulation_boundary(self._completes(first, full))
-            self._engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            self._deepspeed_engine.set_gradient_accumulation_boundary(self._completes(first, full))
+            self._deepspeed_engine.backward(loss, scale_wrt_gas=False, **kwargs)
             self._after_pass(first)
 
     def backward_zero_gradients(self, loss: Tensor | None, first: bool, full: bool) -> None:
         """Participate in the collectives of a backward pass, with zero gradients.
 
         Args:
-            loss: a loss with weight 0, which may be NaN; `None`: there is no loss.
-            first: whether this is the first micro-batch of its accumulation window.
-            full: whether this is the last one.
-
-        Raises:
-            LossError: there is no loss, and this process needs one to run the same collectives as the other processes.
+            loss: A loss with weight 0, which may be NaN; `None`: there is no loss.
+            first: Whether this is the first micro-batch of its accumulation window.
+            full: Whether this is the last one.
         """
         if self._local:
             return
@@ -248,8 +247,8 @@ class Engine:
 
     def _after_pass(self, first: bool) -> None:
         self._last_order = self._order
-        places = tuple(self._places.get(id(call[0]), -1) for call in self._order)
-        self.order = hash((0 if first else self.order, places))
+        positions = tuple(self._positions.get(id(call[0]), -1) for call in self._order)
+        self.order = hash((0 if first else self.order, positions))
         self._seen.update(id(call[0]) for call in self._order)
         if first and len(self._seen) < len(self._parameters):
             # DeepSpeed overwrites a gradient in the first pass of an accumulation window and adds to it in later passes. If a
@@ -343,10 +342,11 @@ class Engine:
         if self._norm is None:
             self.finish()
             with self._collectives:
-                found = self._norms()
-            groups = [torch.as_tensor(one, dtype=torch.float32) for one in (found if isinstance(found, list) else [found])]
-            norms = torch.stack([torch.where(one < 0, torch.inf, one) for one in groups])  # DeepSpeed's -1: not finite
-            self._norm = torch.linalg.vector_norm(norms)
+                norms_or_norm = self._norms()
+            norms = norms_or_norm if isinstance(norms_or_norm, list) else [norms_or_norm]
+            groups = [torch.as_tensor(norm, dtype=torch.float32) for norm in norms]
+            # DeepSpeed returns -1 for a norm that is not finite.
+            self._norm = torch.linalg.vector_norm(torch.stack([torch.where(norm < 0, torch.inf, norm) for norm in groups]))
         return self._norm
 
     def step(self) -> bool:
@@ -360,13 +360,13 @@ class Engine:
         self.shadow.copy_options()
         self.zero.clip_grad = self.clip or 0.0
         with self._collectives:
-            self._engine.set_gradient_accumulation_boundary(True)
-            self._engine.step()
+            self._deepspeed_engine.set_gradient_accumulation_boundary(True)
+            self._deepspeed_engine.step()
         self.zero.custom_loss_scaler = False  # else DeepSpeed would scale losses by it
         self._begun = self._finished = False
         self._norm = self.clip = None
         self._scale.factor = 1.0
-        updated: bool = self._engine.was_step_applied()
+        updated: bool = self._deepspeed_engine.was_step_applied()
         self.shadow.after_step()
         return updated
 
@@ -394,10 +394,203 @@ class Engine:
     def close(self) -> None:
         """Remove DeepSpeed from the module and copy its parameters out of DeepSpeed's buffers."""
         with quiet():
-            self._engine.destroy()
+            self._deepspeed_engine.destroy()
         for parameter, names in self._before:
             for name in set(vars(parameter)) - names:
                 delattr(parameter, name)
             if self.stage < 3:
                 parameter.data = parameter.data.clone()
                 parameter.grad = None
+
+
+# ---------------------------------------------------------------------------------------------- the accumulation window
+
+
+class EngineWindow:
+    """Tracks the current accumulation window of an engine.
+
+    Args:
+        engine: The engine that reduces the gradients.
+        strategy: The strategy, whose `micro_batch` is the current one.
+
+    Attributes:
+        engine: The engine.
+    """
+
+    def __init__(self, engine: TrainingEngine, strategy: Strategy, world: World) -> None:
+        self.engine, self._strategy, self._world = engine, strategy, world
+        self._begun = self._had_loss = False
+        self._last_order = 0  # gradient order of the previous accumulation window
+        self._pending: Pending | None = None  # all-reduce of whether any process had a loss
+
+    def step(self, *args: Any) -> Any:
+        """Run `training_step` in the engine's forward, once per micro-batch."""
+        if self._strategy.micro_batch.first:
+            self._begin()
+        if self.engine.stage < 3:
+            return self.engine.forward(*args)
+        with self._world.collectives:  # the forward gathers parameters
+            return self.engine.forward(*args)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the engine's forward in the user's own training loop, which may call it several times per micro-batch."""
+        if not torch.is_grad_enabled():
+            return self.engine.evaluate(*args, **kwargs)
+        if not self._begun and self._strategy.micro_batch.first:
+            self._begin()
+        return self.engine.forward(*args, **kwargs)
+
+    def _begin(self) -> None:
+        self.engine.begin_window(self._strategy.micro_batch.uneven)
+        self._begun, self._had_loss, self._last_order = True, False, self.engine.order
+
+    def backward(self, loss: Tensor, micro: MicroBatch, **kwargs: Any) -> None:
+        """Run the backward pass of a micro-batch."""
+        self._had_loss = True
+        self.end(micro)
+        self.engine.backward(loss, micro.first, micro.last, **kwargs)
+
+    def skip(self, loss: Tensor | None, micro: MicroBatch) -> None:
+        """Called instead of `backward` if there is no loss, or one with weight 0."""
+        if not self._begun:
+            self._begin()
+        self._had_loss = self._had_loss or loss is not None
+        self.end(micro)
+        if self._world.size > 1:
+            self.engine.backward_zero_gradients(loss, micro.first, micro.last)
+
+    def end(self, micro: MicroBatch) -> None:
+        """At the last micro-batch of an accumulation window, start to all-reduce whether any rank had a loss."""
+        if micro.last:
+            self._begun = False
+            if self._world.size > 1:
+                order = self._last_order  # compared in the same all-reduce, which overlaps the gradient reduction
+                self._pending = self._world.begin_largest([self._had_loss, order, -order])
+
+    def any_loss(self) -> bool:
+        """Whether any process had a loss in the accumulation window that has just ended."""
+        if self._pending is not None:
+            had_loss, largest, smallest = self._pending.wait()
+            self._had_loss, self._pending = bool(had_loss), None
+            if largest != -smallest:
+                raise ModuleError(
+                    "in the previous optimizer step the processes computed gradients in different orders. "
+                    f"ZeRO-{self.engine.stage} reduces gradients in that order, so it summed gradients of different "
+                    "parameters. Run the same layers in the same order on all processes, or use strategy='zero1' or 'ddp'. "
+                    "Resume from a checkpoint saved before that step."
+                )
+        return self._had_loss
+
+
+class LossScale:
+    """The loss scale of one engine's gradients.
+
+    Args:
+        precision: The precision, whose scaler, if it has one, scales the losses before the backward pass.
+        device: The device of the gradient norm.
+
+    Attributes:
+        factor: What the true gradients are multiplied by.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self._precision, self.factor = precision, 1.0
+        self._norm = nn.Parameter(torch.zeros((), device=device))
+        # the scaler steps this optimizer, which changes nothing
+        self._optimizer = torch.optim.SGD([self._norm], lr=0.0)
+
+    @property
+    def value(self) -> float:
+        """The factor by which the gradients of this accumulation window are scaled."""
+        scaler = self._precision.scaler
+        return (1.0 if scaler is None else float(scaler.get_scale())) / self.factor
+
+    def allows(self, norm: Callable[[], Tensor]) -> bool:
+        """Whether to run the optimizer step: `False` if the scaled norm is not finite. Also updates the scale.
+
+        Args:
+            norm: Returns the scaled gradient norm; called only if there is a scaler.
+        """
+        if self._precision.scaler is None:
+            return True
+        self._norm.grad = norm().to(self._norm, copy=True)
+        return self._precision.optimizer_step(self._optimizer)
+
+
+class EvaluationEngine:
+    """Runs the forward of a module with sharded parameters, which it gathers when they are needed.
+
+    Args:
+        module: The module to run; its parameters are sharded.
+    """
+
+    def __init__(self, session: Session, module: nn.Module, config: dict[str, Any]) -> None:
+        with quiet(), disk_checks():
+            self._deepspeed_engine, *_ = session.package.initialize(model=module, config=config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
+        return self._deepspeed_engine(*args, **kwargs)
+
+    def close(self) -> None:
+        """Remove DeepSpeed's hooks from the module."""
+        with quiet():
+            self._deepspeed_engine.destroy()
+
+
+# ---------------------------------------------------------------------------------------- the modules that engines wrap
+
+
+class StepModule(nn.Module):
+    """Wraps the user's module; its forward calls one of the module's steps."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Returns `run(*args)`."""
+        return run(*args)
+
+
+class ZeROModel(Wrapped):
+    """Wraps the user's model in their own training loop.
+
+    Attributes:
+        call: Called instead of the module; `None` before the engine exists, when the module itself is called.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.call: Callable[..., Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of the user's model."""
+        return (self.module if self.call is None else self.call)(*args, **kwargs)
+
+
+def module_with(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> nn.Module:
+    """Returns a module with exactly these parameters, made of the largest submodules of `modules` that have no others."""
+    keys = {id(parameter) for parameter in parameters}
+    parts: list[nn.Module] = []
+    for module in modules:
+        _collect(module, keys, parts)
+    missing = keys - {id(parameter) for part in parts for parameter in part.parameters() if parameter.requires_grad}
+    if missing:
+        raise OptimizerError(
+            f"{len(missing)} of the {len(keys)} parameters of an optimizer are in no layer whose parameters are all "
+            "in that optimizer. With several optimizers, ZeRO needs all parameters of a layer in the same optimizer: "
+            "torch.optim.AdamW(self.generator.parameters())."
+        )
+    return parts[0] if len(parts) == 1 else nn.ModuleList(parts)
+
+
+def _collect(module: nn.Module, keys: set[int], parts: list[nn.Module]) -> None:
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if not any(id(parameter) in keys for parameter in trained):
+        return
+    if all(id(parameter) in keys for parameter in trained):
+        parts.append(module)
+        return
+    for child in module.children():
+        _collect(child, keys, parts)

@@ -17,35 +17,28 @@ from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.precision import Precision
 from trainkit.state.slots import count_slots
 from trainkit.strategies.zero.config_file import DeepSpeedConfig, read_config
-from trainkit.strategies.zero.deepspeed_api import Session, supports_float16
+from trainkit.strategies.zero.deepspeed_api import Session, load, require_async_io, supports_float16
 from trainkit.strategies.zero.deepspeed_config import CHECKPOINTING, COMMUNICATION, ZeROConfig
-from trainkit.strategies.zero.extensions import load, require_async_io
 from trainkit.strategies.zero.nvme import Folder, check_path, check_space
-from trainkit.strategies.zero.partitions import Sharding, numel
-from trainkit.strategies.zero.transformers_models import announce_zero3
+from trainkit.strategies.zero.partitions import Sharding, announce_zero3, numel
 
-__all__ = ["Setup", "check_machine", "configured", "prepare_precision"]
+__all__ = ["Setup", "check_machine", "prepare_precision", "resolve_config"]
 
 _OTHERS = ("config", "device", "precision", "process_group_backend", "timeout")  # arguments that are not in ZeROConfig
 
 
-def configured(stage: int | None, config: Any, options: Mapping[str, Any]) -> tuple[ZeROConfig, DeepSpeedConfig | None]:
-    """Returns the options, and the DeepSpeed configuration that they come from; `None` if they come from arguments.
-
-    Raises:
-        UnknownNameError: an option does not exist.
-        ConfigurationError: both `config` and options are given, or an option is wrong.
-    """
+def resolve_config(stage: int | None, config: Any, options: Mapping[str, Any]) -> tuple[ZeROConfig, DeepSpeedConfig | None]:
+    """Returns the options, and the DeepSpeed configuration that they come from; `None` if they come from arguments."""
     known = ZeROConfig.__dataclass_fields__
     for name in options:
         if name not in known:
             raise UnknownNameError(f"ZeROStrategy has no argument {name!r}.{nearest(name, [*known, *_OTHERS])}")
     if config is None:
         return ZeROConfig(**{"stage": 2 if stage is None else stage, **options}), None
-    given = [f"{name}={value!r}" for name, value in {"stage": stage, **options}.items() if value is not None]
-    if given:
+    arguments = [f"{name}={value!r}" for name, value in {"stage": stage, **options}.items() if value is not None]
+    if arguments:
         raise ConfigurationError(
-            f"ZeROStrategy got both config= and {', '.join(given)}. Write these into the configuration, or remove config=."
+            f"ZeROStrategy got both config= and {', '.join(arguments)}. Write these into the configuration, or remove config=."
         )
     read = read_config(config)
     made, unused = ZeROConfig.from_options(read.options)
@@ -59,7 +52,6 @@ def check_machine(config: ZeROConfig) -> None:
     """Refuse options that do not work on this machine.
 
     Raises:
-        ConfigurationError: `nvme_path` cannot be used, or an option needs a GPU and torch finds none.
         MissingPackageError: DeepSpeed's extension cannot be compiled.
     """
     for name in ("quantized_weights", "quantized_nontrainable_weights", "quantized_gradients"):
@@ -71,11 +63,7 @@ def check_machine(config: ZeROConfig) -> None:
 
 
 def prepare_precision(precision: Precision, device: torch.device) -> None:
-    """Enable loss scaling for `16-true`.
-
-    Raises:
-        ConfigurationError: DeepSpeed does not support float16 on the device.
-    """
+    """Enable loss scaling for `16-true`."""
     if precision.name == "16-true":
         if not supports_float16(device):
             raise ConfigurationError(
@@ -86,11 +74,7 @@ def prepare_precision(precision: Precision, device: torch.device) -> None:
 
 
 def _dtypes(precision: Precision, config: ZeROConfig) -> dict[str, Any]:
-    """Returns the sections of the DeepSpeed configuration for a precision.
-
-    Raises:
-        ConfigurationError: an option does not work with the precision.
-    """
+    """Returns the sections of the DeepSpeed configuration for a precision."""
     name, autocast, communication = precision.name, precision.autocast_dtype, COMMUNICATION[config.communication_dtype]
     if config.zero3_save_16bit_model and precision.parameter_dtype is torch.float32:
         raise ConfigurationError(
@@ -118,18 +102,8 @@ def _dtypes(precision: Precision, config: ZeROConfig) -> dict[str, Any]:
 class Setup:
     """DeepSpeed, set up for one run.
 
-    Args:
-        config: the options of the strategy.
-        precision: the precision of the run.
-        world: the processes.
-        device: the device of this process.
-
     Attributes:
-        session: the DeepSpeed session.
-        sharding: shards the parameters in stage 3.
-
-    Raises:
-        ConfigurationError: an option does not work with the precision or the number of processes.
+        sharding: Shards the parameters in stage 3.
     """
 
     def __init__(self, config: ZeROConfig, precision: Precision, world: World, device: torch.device) -> None:
@@ -159,7 +133,7 @@ class Setup:
         """Returns the DeepSpeed configuration for these parameters and the optimizer of an engine.
 
         Raises:
-            ConfigurationError: there is not enough disk space or page-locked memory for an optimizer on NVMe.
+            ConfigurationError: There is not enough disk space or page-locked memory for an optimizer on NVMe.
         """
         sizes = [numel(parameter) for parameter in parameters]
         if self._folder is None:
@@ -183,7 +157,7 @@ class Setup:
         """Release all resources of the run. Close its engines first.
 
         Args:
-            collective: see `Sharding.release`.
+            collective: See `Sharding.release`.
         """
         with ExitStack() as rest:  # runs all callbacks, even if one fails
             rest.callback(self.session.close)

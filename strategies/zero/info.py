@@ -1,4 +1,7 @@
-"""What trainkit needs to know about `ZeROStrategy` before it is imported."""
+"""What trainkit needs to know about `ZeROStrategy` before it is imported.
+
+A file of its own because the registry reads it without importing the strategy and its backend.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ INFO = StrategyInfo(
         "deepspeed_stage_3_offload_nvme": "set the folder on the NVMe disk: ZeROStrategy(stage=3, "
         "offload_optimizer='nvme', offload_params='nvme', nvme_path='/local_nvme')",
     },
-    command_line={"deepspeed": "trainkit.strategies.zero.command_line:options"},
+    command_line={"deepspeed": "trainkit.strategies.zero.config_file:options"},
     distributed_type="DEEPSPEED",
     file_types={"DEEPSPEED": "zero2"},
     sections=("deepspeed_config",),

@@ -16,7 +16,7 @@ from trainkit.state.slots import bare_copy
 from trainkit.strategies._quantized import quantizes
 
 if TYPE_CHECKING:
-    from trainkit.strategies.zero.engine import Engine
+    from trainkit.strategies.zero.engine import TrainingEngine
 
 __all__ = ["Shadow", "engine_over", "refuse_optimizer", "warn_slow_on_cpu"]
 
@@ -34,11 +34,7 @@ _FULL = {
 
 
 def refuse_optimizer(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that would give different results on flat shards of parameters.
-
-    Raises:
-        OptimizerError: it would.
-    """
+    """Refuse an optimizer that would give different results on flat shards of parameters."""
     for kind in type(optimizer).__mro__:
         reason = _FULL.get(kind.__name__)
         if quantizes(kind):
@@ -54,8 +50,8 @@ def warn_slow_on_cpu(optimizer: Optimizer, device: torch.device) -> None:
     """Warn if an optimizer that is slow on the CPU is offloaded from a GPU.
 
     Args:
-        optimizer: the offloaded optimizer.
-        device: the device of the forward and the backward pass.
+        optimizer: The offloaded optimizer.
+        device: The device of the forward and the backward pass.
     """
     name = type(optimizer).__name__
     if device.type == "cpu" or name.startswith("DeepSpeedCPU"):
@@ -75,13 +71,9 @@ class Shadow:
     ZeRO replaces the parameters of an optimizer by flat shards. It does so in the shadow: the user's optimizer keeps its groups
     and its parameters, and the options that a scheduler writes into them are copied to the shadow before each optimizer step.
 
-    Args:
-        optimizer: the user's optimizer.
-
     Attributes:
-        optimizer: the user's optimizer.
-        inner: the optimizer that ZeRO steps; it holds the optimizer state.
-        parameters: the trainable parameters, in the order of the groups.
+        inner: The optimizer that ZeRO steps; it holds the optimizer state.
+        parameters: The trainable parameters, in the order of the groups.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -135,11 +127,7 @@ class Shadow:
         self.inner.state[flat] = {"step": torch.tensor(0.0), "sum": total}
 
     def refuse_changes(self) -> None:
-        """Refuse parameters that were added, frozen or unfrozen after ZeRO has sharded the optimizer.
-
-        Raises:
-            OptimizerError: there are some.
-        """
+        """Refuse parameters that were added, frozen or unfrozen after ZeRO has sharded the optimizer."""
         now = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(now) != len(self._known):
             raise OptimizerError(
@@ -170,16 +158,12 @@ class Shadow:
             hook(self.optimizer, (), {})
 
 
-def engine_over(parameters: Iterable[Tensor], engines: Iterable[Engine]) -> Engine:
-    """Returns the engine whose parameters are all in `parameters`.
-
-    Raises:
-        ConfigurationError: there is no such engine.
-    """
-    given = {id(parameter) for parameter in parameters}
-    found = [engine for engine in engines if {id(parameter) for parameter in engine.parameters} <= given]
-    if found:
-        return found[0]
+def engine_over(parameters: Iterable[Tensor], engines: Iterable[TrainingEngine]) -> TrainingEngine:
+    """Returns the engine whose parameters are all in `parameters`."""
+    keys = {id(parameter) for parameter in parameters}
+    for engine in engines:
+        if {id(parameter) for parameter in engine.parameters} <= keys:
+            return engine
     raise ConfigurationError(
         "ZeRO clips the gradients of all parameters of an optimizer together, but not all of them were passed. "
         "Pass them: clip_grad_norm_(model.parameters(), 1.0)"

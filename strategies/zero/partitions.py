@@ -1,8 +1,15 @@
-"""Parameter sharding in stage 3: shards parameters across the processes, gathers them, and restores them after the run."""
+"""Parameter sharding in stage 3: shards parameters across the processes, gathers them, and restores them after the run.
+
+Also what other code must know of sharded parameters: `torch.nn.init` is applied to full ones, and `transformers` is notified,
+so that its `generate` keeps the processes synchronized and its loading code fills the shards.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -10,15 +17,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from trainkit.errors import ModuleError
-from trainkit.strategies.zero.aio import checked
 from trainkit.strategies.zero.deepspeed_api import Session, quiet
-from trainkit.strategies.zero.gathered_init import GatheredInit
-from trainkit.strategies.zero.swap import partition, swapper
-from trainkit.strategies.zero.transformers_models import announce_zero3, shard_transformers_models
+from trainkit.strategies.zero.nvme import disk_checks, partition, swapper
 
-__all__ = ["Sharding", "is_sharded", "numel"]
+__all__ = ["Sharding", "announce_zero3", "is_sharded", "numel", "shard_transformers_models"]
+
 
 # Attributes that DeepSpeed adds to a module.
 _LEFT_IN_MODULES = (
@@ -45,10 +51,8 @@ class Sharding:
     """Shards parameters, and at the end of the run restores those that were full before.
 
     Args:
-        session: the DeepSpeed session.
-        config: returns the DeepSpeed configuration for some parameters, with the folder for offload to NVMe.
-        device: the device on which parameters are used.
-        dtype: the dtype of the parameters.
+        config: Returns the DeepSpeed configuration for some parameters, with the folder for offload to NVMe.
+        device: The device on which parameters are used.
     """
 
     def __init__(
@@ -90,7 +94,7 @@ class Sharding:
         """Call `make`, DeepSpeed's `Init`, which shards parameters; with its own disk reader for offload to NVMe."""
         config, reader = self._config(parameters), None
         offload = config["zero_optimization"].get("offload_param", {})
-        with quiet(), checked():
+        with quiet(), disk_checks():
             if offload.get("device") == "nvme":  # each new reader deletes the files in its folder
                 offload["nvme_path"] = str(Path(offload["nvme_path"]) / f"parameters-{len(self._swappers)}")
                 reader = swapper(config, self._dtype)
@@ -101,10 +105,10 @@ class Sharding:
         """Context manager that shards each layer as soon as it is created, with rank 0's values.
 
         Args:
-            pretrained: shard only the layers of models that `transformers` creates.
+            pretrained: Shard only the layers of models that `transformers` creates.
 
         Raises:
-            ModuleError: a parameter was changed after it was sharded; the change is lost.
+            ModuleError: A parameter was changed after it was sharded; the change is lost.
         """
         return shard_transformers_models(self._session.package.zero, self._building) if pretrained else self._building()
 
@@ -134,8 +138,8 @@ class Sharding:
         """Context manager in which these parameters are full on every process. Collective.
 
         Args:
-            parameters: the parameters; those that are not sharded are not affected.
-            changed: keep the changes that rank 0 makes to them.
+            parameters: The parameters; those that are not sharded are not affected.
+            changed: Keep the changes that rank 0 makes to them.
         """
         chosen = [parameter for parameter in parameters if is_sharded(parameter)]
         with self._session.package.zero.GatheredParameters(chosen, modifier_rank=0 if changed else None):
@@ -147,7 +151,7 @@ class Sharding:
         Parameters that were sharded when they were created stay sharded, unless there is only one process.
 
         Args:
-            collective: whether all processes call this; if not, nothing is gathered and all parameters stay sharded.
+            collective: Whether all processes call this; if not, nothing is gathered and all parameters stay sharded.
         """
         for parameter, before, device in self._full.values() if collective else ():
             _unshard(parameter, before, device)
@@ -158,8 +162,8 @@ class Sharding:
             for part in module.modules():
                 _clean(part)
         stack = importlib.import_module("deepspeed.runtime.zero.parameter_offload").FWD_MODULE_STACK
-        own = {id(part) for module in self._modules for part in module.modules()}
-        stack[:] = [module for module in stack if id(module) not in own]
+        parts = {id(part) for module in self._modules for part in module.modules()}
+        stack[:] = [module for module in stack if id(module) not in parts]
         _restore_linear()
         for reader in self._swappers:
             reader.close()
@@ -197,3 +201,122 @@ def _restore_linear() -> None:
     kept = getattr(module.InsertPostInitMethodToModuleSubClasses, "linear_bk", None)
     if kept is not None and torch.nn.functional.linear is module.zero3_linear_wrap:
         torch.nn.functional.linear = kept
+
+
+class GatheredInit(TorchFunctionMode):
+    """Context manager that gathers a sharded parameter before an in-place operation, and keeps rank 0's result.
+
+    It allows layers to be initialized after all of them are created, as in `transformers` and PEFT.
+
+    Args:
+        gathered: Context manager that gathers parameters; with `True` it keeps changes to them.
+    """
+
+    def __init__(self, gathered: Callable[[Iterable[Tensor], bool], AbstractContextManager[None]]) -> None:
+        super().__init__()
+        self._gathered = gathered
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
+        if isinstance(target, nn.Parameter) and _in_place(func) and _sharded(target):
+            with self._gathered([target], True):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _in_place(func: Any) -> bool:
+    name = str(getattr(func, "__name__", ""))
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+
+
+def _sharded(parameter: Any) -> bool:
+    return bool(parameter.numel() != getattr(parameter, "ds_numel", parameter.numel()))
+
+
+# ----------------------------------------------------------------------------------------------- models of transformers
+
+
+_MODULE = "transformers.integrations.deepspeed"
+
+
+class _Stage3:
+    """The part of a DeepSpeed configuration that `transformers` reads."""
+
+    config: ClassVar[dict[str, Any]] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+
+    def is_zero3(self) -> bool:
+        """Always `True`."""
+        return True
+
+
+_STAGE3 = _Stage3()
+
+
+class _Patch:
+    """Patches an attribute of another package's module while it has users, which may end in any order.
+
+    Attributes:
+        users: The current users; the latest is last.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.users: list[tuple[object, Any]] = []
+        self._name, self._before = name, None
+
+    @contextmanager
+    def applied(self, module: Any, value: Any, user: Any = None) -> Iterator[None]:
+        """Context manager in which the attribute is patched, with the value of its first user."""
+        if not self.users:
+            self._before = getattr(module, self._name)
+            setattr(module, self._name, value)
+        mine = object(), user
+        self.users.append(mine)
+        try:
+            yield
+        finally:
+            self.users.remove(mine)
+            if not self.users:
+                setattr(module, self._name, self._before)
+
+
+_config = _Patch("_hf_deepspeed_config_weak_ref")
+_init = _Patch("Init")
+
+
+@contextmanager
+def announce_zero3(first: bool = False) -> Iterator[None]:
+    """Context manager in which `transformers`, if it is imported, knows that ZeRO-3 is active.
+
+    Args:
+        first: Import `transformers` first, if it is installed, because the body may import it.
+    """
+    if first and importlib.util.find_spec("transformers") is not None:
+        importlib.import_module(_MODULE)
+    module: Any = sys.modules.get(_MODULE)
+    if module is None:
+        yield
+        return
+    with _config.applied(module, weakref.ref(_STAGE3)):
+        yield
+
+
+@contextmanager
+def shard_transformers_models(zero: Any, building: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Context manager in which `transformers` creates its models inside `building()`. Other modules are not affected.
+
+    Args:
+        zero: The module `deepspeed.zero`, whose `Init` `transformers` calls.
+        building: Context manager that shards layers as they are created. If several are active, the latest is used.
+    """
+    kind: Any = zero.Init
+
+    class Init(kind):  # type: ignore[misc]
+        def __new__(cls, *args: Any, config_dict_or_path: Any = None, **kwargs: Any) -> Any:
+            if config_dict_or_path is not _Stage3.config:
+                return super().__new__(cls)
+            _, latest = _init.users[-1]
+            return latest()
+
+    with announce_zero3(first=True), _init.applied(zero, Init, building):
+        yield

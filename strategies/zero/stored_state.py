@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError
 from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
-from trainkit.strategies.zero.engine import Engine
+from trainkit.strategies.zero.engine import TrainingEngine
+from trainkit.strategies.zero.nvme import Shard, partition
 from trainkit.strategies.zero.partitions import is_sharded
-from trainkit.strategies.zero.swap import Shard, partition
 from trainkit.tagged_json.tensors import ShardedTensor
 
 __all__ = ["FlatShards", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights", "working_weights"]
@@ -31,11 +31,10 @@ class FlatShards:
     """A tensor that is sharded by ranges of its flattened elements.
 
     Args:
-        shape: the shape of the full tensor.
-        dtype: its dtype.
-        ranges: start and end of the range of each rank; equal if a rank has no elements.
-        shard: returns this process's shard, with the elements of its range; called when they are needed.
-        device: the device for communication.
+        shape: The shape of the full tensor.
+        ranges: Start and end of the range of each rank; equal if a rank has no elements.
+        shard: Returns this process's shard, with the elements of its range; called when they are needed.
+        device: The device for communication.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class FlatShards:
 # -------------------------------------------------------------------------------------------- positions of the shards
 
 
-def _positions(engine: Engine) -> Iterator[tuple[Any, int, Ranges, int, int]]:
+def _positions(engine: TrainingEngine) -> Iterator[tuple[Any, int, Ranges, int, int]]:
     """Yields, per parameter: the number of its flat tensor, the ranges of all ranks, start and end of its shard there."""
     zero = engine.zero
     if engine.stage == 3:
@@ -117,7 +116,7 @@ def _shape(parameter: Any) -> torch.Size:
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def _masters(engine: Engine, device: torch.device) -> Iterator[tuple[Any, FlatShards]]:
+def _masters(engine: TrainingEngine, device: torch.device) -> Iterator[tuple[Any, FlatShards]]:
     """Yields each parameter of an engine with its master weights."""
     dtype = engine.flats[0].dtype
     for parameter, number, ranges, first, last in _positions(engine):
@@ -136,18 +135,18 @@ def _working(parameter: Any, device: torch.device) -> FlatShards:
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def stored_weights(module: nn.Module, engines: list[Engine], device: torch.device) -> dict[int, Tensor]:
+def stored_weights(module: nn.Module, engines: list[TrainingEngine], device: torch.device) -> dict[int, Tensor]:
     """`id(parameter)` → its master weights; without master weights, its shards."""
-    own = {id(parameter): parameter for parameter in module.parameters()}
-    found: dict[int, Tensor] = {}
+    parameters = {id(parameter): parameter for parameter in module.parameters()}
+    weights: dict[int, Tensor] = {}
     for engine in engines:
         for parameter, shards in _masters(engine, device):
-            if id(parameter) in own and (engine.stage == 3 or parameter.dtype != shards.dtype):
-                found[id(parameter)] = shards.sharded_tensor()
-    for key, parameter in own.items():
-        if key not in found and is_sharded(parameter):
-            found[key] = _working(parameter, device).sharded_tensor()
-    return found
+            if id(parameter) in parameters and (engine.stage == 3 or parameter.dtype != shards.dtype):
+                weights[id(parameter)] = shards.sharded_tensor()
+    for key, parameter in parameters.items():
+        if key not in weights and is_sharded(parameter):
+            weights[key] = _working(parameter, device).sharded_tensor()
+    return weights
 
 
 def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
@@ -156,7 +155,7 @@ def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor
 
 
 @torch.no_grad()
-def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], device: torch.device) -> None:
+def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[TrainingEngine], device: torch.device) -> None:
     """Load full tensors, which every process has, into master weights and working copies. Parameters without placeholders are
     already loaded; their master weights are copied from them.
     """
@@ -176,7 +175,7 @@ def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[Engine], d
 # ----------------------------------------------------------------------------------------------------- optimizer state
 
 
-def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
+def stored_optimizer(engine: TrainingEngine, device: torch.device) -> StoredOptimizer:
     """Returns the optimizer with full optimizer state, which is gathered when the checkpoint is written."""
     flats = engine.flats
     stored = StoredOptimizer(
@@ -202,11 +201,11 @@ def stored_optimizer(engine: Engine, device: torch.device) -> StoredOptimizer:
 
 
 @torch.no_grad()
-def load_optimizer(engine: Engine, stored: StoredOptimizer) -> None:
+def load_optimizer(engine: TrainingEngine, stored: StoredOptimizer) -> None:
     """Load full optimizer state into the shards.
 
     Raises:
-        StateMismatchError: parameters in the same shard have different step counters.
+        StateMismatchError: Parameters in the same shard have different step counters.
     """
     stored.copy_options()
     flats, state = engine.flats, engine.shadow.inner.state
@@ -242,9 +241,9 @@ def _state_of(flat: Tensor, entries: list[tuple[dict[str, Any], Ranges, int, int
 
 
 def _refuse_differing(slot: str, values: list[Any]) -> None:
-    found = {float(value) if isinstance(value, Tensor) else value for value in values}
-    if len(found) > 1:
+    distinct = {float(value) if isinstance(value, Tensor) else value for value in values}
+    if len(distinct) > 1:
         raise StateMismatchError(
-            f"the optimizer's {slot!r} differs between parameters ({', '.join(map(str, sorted(found, key=str)[:4]))}), but "
+            f"the optimizer's {slot!r} differs between parameters ({', '.join(map(str, sorted(distinct, key=str)[:4]))}), but "
             f"ZeRO keeps one value per parameter group. Put parameters with the same {slot!r} into the same group."
         )

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeROMemory", "footprint"]
 
-_MASTER = 4  # bytes of a float32 element, for master weights, their gradients and optimizer state
-_ON_DISK = 1 << 20  # bytes; smaller tensors stay in memory
+_MASTER_BYTES = 4  # of a float32 element, for master weights, their gradients and optimizer state
+_ON_DISK_BYTES = 1 << 20  # smaller tensors stay in memory
 
 
 def footprint(strategy: ZeROStrategy, contents: Contents, processes: int) -> Footprint:
@@ -40,8 +40,8 @@ class ZeROMemory:
     """The memory of ZeRO with a configuration. Does not need DeepSpeed.
 
     Args:
-        config: the configuration; `None`: created from `options`.
-        **options: options of `ZeROConfig`.
+        config: The configuration; `None`: created from `options`.
+        **options: Options of `ZeROConfig`.
     """
 
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
@@ -65,7 +65,7 @@ class ZeROMemory:
         return Footprint(
             self.name,
             moments,
-            checkpoint=_MASTER * (1 + slots) * trained + contents.stored_bare,
+            checkpoint=_MASTER_BYTES * (1 + slots) * trained + contents.stored_bare,
             disk=self._disk(sizes),
             shards_layers=self.config.stage == 3,
         )
@@ -82,7 +82,7 @@ class ZeROMemory:
 
     def _stages_1_and_2(self, s: _Sizes) -> dict[str, Moment]:
         config, b = self.config, s.itemsize
-        kept = {"masters": _MASTER * s.shard, "optimizer": _MASTER * s.slots * s.shard}
+        kept = {"masters": _MASTER_BYTES * s.shard, "optimizer": _MASTER_BYTES * s.slots * s.shard}
         parameters = s.frozen + b * s.shard * s.processes + s.buffers
         bucket = s.buckets(self._bucket(s)) * (2 if config.overlap_comm else 1)
         # stage 1 reduces at the end of an accumulation window; until then each process has full gradients
@@ -91,12 +91,12 @@ class ZeROMemory:
         if config.offload_optimizer is None:
             return {
                 "reduce": Moment(Held(parameters, before, buffers=bucket + flat, **kept)),
-                "flatten": Moment(Held(parameters, 2 * _MASTER * s.shard, **kept)),
-                "update": Moment(Held(parameters, _MASTER * s.shard, **kept)),
+                "flatten": Moment(Held(parameters, 2 * _MASTER_BYTES * s.shard, **kept)),
+                "update": Moment(Held(parameters, _MASTER_BYTES * s.shard, **kept)),
             }
         largest = b * s.largest
         waiting = b * s.shard if s.window > 1 and config.stage == 2 else 0
-        there = Held(gradients=_MASTER * s.shard + waiting, buffers=b * s.shard + largest, **kept)
+        there = Held(gradients=_MASTER_BYTES * s.shard + waiting, buffers=b * s.shard + largest, **kept)
         update = {"update": Moment(Held(parameters, buffers=largest), there)}
         if config.stage == 1:  # full gradients are copied to the bucket one by one; one process makes no other tensor from it
             single = s.processes == 1
@@ -108,7 +108,7 @@ class ZeROMemory:
 
     def _stage_3(self, s: _Sizes) -> dict[str, Moment]:
         config, b = self.config, s.itemsize
-        gradients, kept = b * s.shard, {"masters": _MASTER * s.shard, "optimizer": _MASTER * s.slots * s.shard}
+        gradients, kept = b * s.shard, {"masters": _MASTER_BYTES * s.shard, "optimizer": _MASTER_BYTES * s.slots * s.shard}
         parameters = s.persistent + s.buffers + (0 if config.offload_params else b * s.full_shard)
         bucket = s.bucket_itemsize * self._bucket(s)
         # parameters that are gathered for the forward; copy of the bucket that is reduced
@@ -122,8 +122,8 @@ class ZeROMemory:
             }
         there = Held(self._offloaded_parameters(s), buffers=self._written_back(s))
         at_a_time = min(s.shard, config.elements_at_a_time + s.largest_shard)
-        update = gradients + _MASTER * at_a_time
-        flat = b * at_a_time if b < _MASTER else 0  # the elements that are cast to float32
+        update = gradients + _MASTER_BYTES * at_a_time
+        flat = b * at_a_time if b < _MASTER_BYTES else 0  # the elements that are cast to float32
         return {
             "reduce": Moment(Held(parameters + gathered, gradients, buffers=bucket + copied, **kept), there),
             "flatten": Moment(Held(parameters, update + flat, buffers=bucket, **kept), there),
@@ -141,11 +141,11 @@ class ZeROMemory:
             return in_backward(contents, held, reduce.host, shards=shards)
         bucket = s.buckets(self._bucket(s)) * (2 if config.overlap_comm else 1)
         held = replace(reduce.device, gradients=0, buffers=0)
-        found = in_backward(contents, held, reduce.host, shards=shards, waiting=bucket)
+        peaks = in_backward(contents, held, reduce.host, shards=shards, waiting=bucket)
         # a backward begins with an empty bucket, in which the gradients wait
         for moment in in_backward(contents, replace(held, buffers=bucket), reduce.host, shards=shards).values():
-            found["bucket"] = replace(moment, reserved=True)
-        return found
+            peaks["bucket"] = replace(moment, reserved=True)
+        return peaks
 
     def _stage_3_host(self, s: _Sizes) -> Held:
         """Returns the host memory with the optimizer on the host or on NVMe."""
@@ -153,7 +153,7 @@ class ZeROMemory:
         if self.config.offload_optimizer == "nvme":
             _, pinned = self.config.needs_on_nvme(s.sizes, s.processes, s.slots)
             return Held(parameters, gradients, buffers=pinned + self._written_back(s))
-        master = _MASTER * s.shard
+        master = _MASTER_BYTES * s.shard
         return Held(parameters, gradients + master, s.slots * master, master, self._written_back(s))
 
     def _offloaded_parameters(self, s: _Sizes) -> int:
@@ -193,27 +193,27 @@ class _Sizes:
     """The inputs of the formulas: numbers of elements, unless they are described as bytes.
 
     Attributes:
-        processes: number of processes.
-        itemsize: largest size of an element in bytes.
-        slots: number of tensors of optimizer state per parameter.
-        window: number of micro-batches in an accumulation window.
-        sizes: elements of each trainable parameter.
-        numel: elements of all trainable parameters.
-        full: elements of all parameters.
-        trained: same as `numel`.
-        shard: this process's shard of the trainable parameters.
-        full_shard: this process's shard of all parameters.
-        large_shard: this process's shard of the parameters that are large enough for NVMe.
-        largest: the largest trainable parameter.
-        largest_shard: this process's shard of it.
-        largest_full: the largest parameter, trainable or frozen.
-        reading: parameters in the read buffers for NVMe, and those that are too small for NVMe.
-        bucket_itemsize: bytes of an element, summed over the dtypes of the gradients: each dtype has a bucket.
-        frozen: bytes of the frozen parameters.
-        persistent: bytes of the parameters that are not sharded.
-        buffers: bytes of the module's buffers.
-        parameter_bytes: bytes of all parameters.
-        gradient_bytes: bytes of all gradients.
+        processes: Number of processes.
+        itemsize: Largest size of an element in bytes.
+        slots: Number of tensors of optimizer state per parameter.
+        window: Number of micro-batches in an accumulation window.
+        sizes: Elements of each trainable parameter.
+        numel: Elements of all trainable parameters.
+        full: Elements of all parameters.
+        trained: Same as `numel`.
+        shard: This process's shard of the trainable parameters.
+        full_shard: This process's shard of all parameters.
+        large_shard: This process's shard of the parameters that are large enough for NVMe.
+        largest: The largest trainable parameter.
+        largest_shard: This process's shard of it.
+        largest_full: The largest parameter, trainable or frozen.
+        reading: Parameters in the read buffers for NVMe, and those that are too small for NVMe.
+        bucket_itemsize: Bytes of an element, summed over the dtypes of the gradients: each dtype has a bucket.
+        frozen: Bytes of the frozen parameters.
+        persistent: Bytes of the parameters that are not sharded.
+        buffers: Bytes of the module's buffers.
+        parameter_bytes: Bytes of all parameters.
+        gradient_bytes: Bytes of all gradients.
     """
 
     processes: int
@@ -245,8 +245,8 @@ class _Sizes:
         counted = trained or weights
         itemsize = max((weight.itemsize for weight in counted), default=4)
         sizes, all_sizes = ([weight.numel for weight in some] for some in (trained, weights))
-        own, shares = ([-(-size // processes) for size in some] for some in (sizes, all_sizes))
-        large = [share for share in shares if share * itemsize >= _ON_DISK]
+        shards, shares = ([-(-size // processes) for size in some] for some in (sizes, all_sizes))
+        large = [share for share in shares if share * itemsize >= _ON_DISK_BYTES]
         small = [size for size in all_sizes if size <= config.param_persistence_threshold]
         total = sum(sizes)
         return cls(
@@ -258,11 +258,11 @@ class _Sizes:
             numel=total,
             full=sum(all_sizes),
             trained=total,
-            shard=sum(own) if config.stage == 3 else -(-total // (2 * processes)) * 2,
+            shard=sum(shards) if config.stage == 3 else -(-total // (2 * processes)) * 2,
             full_shard=sum(shares),
             large_shard=sum(large),
             largest=max(sizes, default=0),
-            largest_shard=max(own, default=0),
+            largest_shard=max(shards, default=0),
             largest_full=max(all_sizes, default=0),
             frozen=_nbytes(weights) - _nbytes(trained),
             persistent=itemsize * sum(small) if processes > 1 else 0,

@@ -7,48 +7,45 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
-from trainkit.strategies._copies import Buffers, check_modules_match
-from trainkit.strategies._gather import gathered
-from trainkit.strategies._membership import Membership
-from trainkit.strategies._reduction import broadcast, mean
+from trainkit.strategies._collectives import Buffers, broadcast, check_modules_match
+from trainkit.strategies._processes import ProcessStrategy
 from trainkit.strategies.zero import stored_state, zero_memory
-from trainkit.strategies.zero.bare import BareEngine
-from trainkit.strategies.zero.claims import Claims
+from trainkit.strategies.zero.config_file import RunSettings
 from trainkit.strategies.zero.deepspeed_api import require
 from trainkit.strategies.zero.deepspeed_config import NO_VALUES, RUN_IS_OVER
-from trainkit.strategies.zero.engine import Engine
-from trainkit.strategies.zero.engine_setup import Setup, check_machine, configured, prepare_precision
+from trainkit.strategies.zero.engine import (
+    EngineWindow,
+    EvaluationEngine,
+    LossScale,
+    StepModule,
+    TrainingEngine,
+    ZeROModel,
+    module_with,
+)
+from trainkit.strategies.zero.engine_setup import Setup, check_machine, prepare_precision, resolve_config
 from trainkit.strategies.zero.info import INFO
-from trainkit.strategies.zero.loss_scale import LossScale
 from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_slow_on_cpu
-from trainkit.strategies.zero.transformers_models import announce_zero3
-from trainkit.strategies.zero.zero_model import Dispatch, ZeROModel, holder
-from trainkit.strategies.zero.zero_window import EngineWindow
-from trainkit.strategy import Strategy
+from trainkit.strategies.zero.partitions import announce_zero3
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from trainkit.strategies.zero.zero_options import ZeROOptions
-
-__all__ = ["ZeROStrategy"]
+__all__ = ["ZeROOptions", "ZeROStrategy"]
 
 
-class ZeROStrategy(Strategy):
+class ZeROStrategy(ProcessStrategy):
     """ZeRO on DeepSpeed: each process keeps a shard of what DDP replicates. What `strategy="zero1"` to `"zero3"` makes.
 
     Stage 1 shards the optimizer state and the float32 master weights, stage 2 also the gradients, stage 3 also the
@@ -93,18 +90,18 @@ class ZeROStrategy(Strategy):
         **options: Unpack[ZeROOptions],
     ) -> None:
         require()
-        self.config, deepspeed_config = configured(stage, config, options)
+        self.config, deepspeed_config = resolve_config(stage, config, options)
         check_machine(self.config)
         self.stage = self.config.stage
         self.name = f"zero{self.stage}"  # type: ignore[misc]
         self.plugin = DeepSpeedPlugin(zero_stage=self.stage)
         self.shards_parameters = self.stage == 3  # type: ignore[misc]  # set on this object, not on the class
         self.compiles_blocks = self.stage < 3  # the hooks of stage 3, in each layer, break every graph
-        super().__init__(device, None if deepspeed_config is None else deepspeed_config.precision)
+        from_config = None if deepspeed_config is None else deepspeed_config.precision
+        super().__init__(process_group_backend, timeout, device, from_config)
         if precision is not None:
             self.use_precision(precision)
-        self.claims = Claims(deepspeed_config, self.config.offload_optimizer is not None)
-        self._membership = Membership("ZeROStrategy", device, process_group_backend, timeout)
+        self.run_settings = RunSettings(deepspeed_config, self.config.offload_optimizer is not None)
         self._setup: Setup | None = None
         self._reset()
 
@@ -116,44 +113,35 @@ class ZeROStrategy(Strategy):
     def _reset(self) -> None:
         self._modules: list[nn.Module] = []
         self._models: list[ZeROModel] = []  # models that the user's own training loop calls
-        self._dispatch: Dispatch | None = None  # calls training_step under automatic optimization
-        self._engines: dict[int, Engine] = {}  # key: id of the user's optimizer
+        self._step_module: StepModule | None = None  # calls training_step under automatic optimization
+        self._engines: dict[int, TrainingEngine] = {}  # key: id of the user's optimizer
         self._window: EngineWindow | None = None  # accumulation window of the engine that runs the forward
-        self._bare: BareEngine | None = None
+        self._evaluation_engine: EvaluationEngine | None = None
         self._forward: Callable[..., Any] | None = None  # runs evaluation steps in stage 3
         self._buffers = Buffers()
 
     def use_precision(self, precision: Precision | str | int, *, given: bool = True) -> None:
-        """See `trainkit.Strategy.use_precision`."""
         super().use_precision(precision, given=given)
         prepare_precision(self.precision, self.device)
 
     def check_arguments(self, arguments: StepArguments) -> None:
-        """See `trainkit.Strategy.check_arguments`."""
         if arguments.gradient_clip_algorithm == "value":
             raise ConfigurationError(NO_VALUES)
-        self.claims.check_arguments(arguments)
+        self.run_settings.check_arguments(arguments)
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
-        """See `trainkit.Strategy.check_batches`."""
-        self.claims.check_batches(micro_batch, window, self.world)
+        self.run_settings.check_batches(micro_batch, window, self.world)
 
     def configured_by(self, source: str) -> None:
-        """See `trainkit.Strategy.configured_by`."""
-        self.claims.take_precedence(source)
+        self.run_settings.take_precedence(source)
 
     @property
     def has_optimizer(self) -> bool:
         """Whether the configuration has an `optimizer` section."""
-        return self.claims.has_optimizer
+        return self.run_settings.has_optimizer
 
     def configure_optimizers(self, module: nn.Module) -> Any:
-        """See `trainkit.Strategy.configure_optimizers`."""
-        return self.claims.configure_optimizers(module, self.device)
-
-    def join(self, wanted: RequestedDevices) -> None:
-        """See `trainkit.Strategy.join`."""
-        (self.world, self.device), self.joined = self._membership.join(wanted, self.device), True
+        return self.run_settings.configure_optimizers(module, self.device)
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
         """See `trainkit.Strategy.building`; in stage 3 no process ever holds the full model."""
@@ -184,7 +172,6 @@ class ZeROStrategy(Strategy):
         return self._setup
 
     def wrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.wrap`."""
         model = ZeROModel(module)
         self._models.append(model)
         if self.stage == 3:
@@ -192,7 +179,6 @@ class ZeROStrategy(Strategy):
         return model
 
     def unwrap(self, module: nn.Module) -> nn.Module:
-        """See `trainkit.Strategy.unwrap`."""
         return module.module if isinstance(module, ZeROModel) else super().unwrap(module)
 
     def step_function(
@@ -207,10 +193,10 @@ class ZeROStrategy(Strategy):
         run = super().step_function(wrapped, module, name)
         automatic = getattr(module, "automatic_optimization", True)
         if name == "training_step" and automatic:
-            self._dispatch = self._dispatch or Dispatch(module)
+            self._step_module = self._step_module or StepModule(module)
             return partial(self._training_step, run)
         if self.stage == 3 and automatic:
-            self._dispatch = self._dispatch or Dispatch(module)
+            self._step_module = self._step_module or StepModule(module)
             return partial(self._evaluation_step, run)
         return run
 
@@ -229,11 +215,11 @@ class ZeROStrategy(Strategy):
 
     def _without_optimizer(self) -> Callable[..., Any]:
         """Returns the forward of stage 3 for a run without an optimizer."""
-        setup, dispatch = self._start(), self._dispatch
-        assert dispatch is not None
-        setup.sharding.shard(dispatch)
-        self._bare = BareEngine(setup.session, dispatch, setup.configuration(dispatch.parameters()))
-        return self._bare.forward
+        setup, module = self._start(), self._step_module
+        assert module is not None
+        setup.sharding.shard(module)
+        self._evaluation_engine = EvaluationEngine(setup.session, module, setup.configuration(module.parameters()))
+        return self._evaluation_engine.forward
 
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
         """Shard the optimizer's parameters and state. Existing optimizer state is kept.
@@ -241,7 +227,7 @@ class ZeROStrategy(Strategy):
         Raises:
             OptimizerError: ZeRO does not support this optimizer, or it shares layers with another optimizer.
         """
-        self.claims.check_optimizer(optimizer)
+        self.run_settings.check_optimizer(optimizer)
         if self.config.offload_optimizer is not None:
             warn_slow_on_cpu(optimizer, self.device)
         setup = self._start()
@@ -252,7 +238,7 @@ class ZeROStrategy(Strategy):
         config = setup.configuration(trained, optimizer)
         # without overlap_comm, stage 1 does not communicate during the backward pass
         in_step, scale = self.stage == 1 and not self.config.overlap_comm, LossScale(self.precision, self.device)
-        engine = Engine(setup.session, target, optimizer, config, local=local or in_step, scale=scale)
+        engine = TrainingEngine(setup.session, target, optimizer, config, local=local or in_step, scale=scale)
         self._engines[id(optimizer)] = engine
         if not local:
             self._window = EngineWindow(engine, self, self.world)
@@ -263,16 +249,15 @@ class ZeROStrategy(Strategy):
 
     def _target(self, trained: list[Tensor]) -> tuple[nn.Module, bool]:
         """Returns the module of the new engine, and whether gradients stay local until the optimizer step."""
-        if self._dispatch is not None:
-            return self._dispatch, False
+        if self._step_module is not None:
+            return self._step_module, False
         if len(self._models) == 1 and {id(p) for p in trained} == {
             id(p) for p in self._models[0].module.parameters() if p.requires_grad
         }:
             return self._models[0].module, False
-        return holder(self._modules, trained), True
+        return module_with(self._modules, trained), True
 
     def backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW, **kwargs: Any) -> None:
-        """See `trainkit.Strategy.backward`."""
         if loss is None:
             self.skip_backward(None, micro)
         elif self._window is not None:
@@ -283,13 +268,11 @@ class ZeROStrategy(Strategy):
             kwargs.pop("call", Tensor.backward)(self.precision.scale(loss), **kwargs)
 
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
-        """See `trainkit.Strategy.skip_backward`."""
         self.precision.scale(torch.zeros((), device=self.device))  # keeps the loss scale equal on all processes
         if self._window is not None:
             self._window.skip(loss, micro)
 
     def any_loss(self, had_loss: bool) -> bool:
-        """See `trainkit.Strategy.any_loss`."""
         return had_loss if self._window is None else self._window.any_loss()
 
     def unscale(self, optimizer: Optimizer) -> None:
@@ -302,14 +285,10 @@ class ZeROStrategy(Strategy):
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
         """See `trainkit.Strategy.scale_gradients`. The optimizer step unscales the gradients accordingly."""
-        wanted = {id(parameter) for parameter in parameters}
+        keys = {id(parameter) for parameter in parameters}
         for engine in self._engines.values():
-            if any(id(parameter) in wanted for parameter in engine.parameters):
+            if any(id(parameter) in keys for parameter in engine.parameters):
                 engine.scale_gradients(factor)
-
-    def mean(self, value: Tensor) -> Tensor:
-        """See `trainkit.Strategy.mean`."""
-        return value if self.world.size == 1 else mean(value)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
         """Run the optimizer step, then broadcast rank 0's buffers. Skips the step if no process had a loss.
@@ -327,14 +306,10 @@ class ZeROStrategy(Strategy):
             engine.discard()
             updated = False
         else:
-            engine.clip = engine.clip or self.claims.clip
+            engine.clip = engine.clip or self.run_settings.clip
             updated = engine.step()
         self.sync_buffers()
         return updated
-
-    def sync_buffers(self) -> None:
-        """See `trainkit.Strategy.sync_buffers`."""
-        self._buffers.sync()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradients in the next optimizer step; returns their norm before clipping.
@@ -346,7 +321,7 @@ class ZeROStrategy(Strategy):
         if norm_type != 2.0:
             raise ConfigurationError(f"ZeRO clips by the 2-norm, not norm_type={norm_type!r}. Use 2.0, or strategy='ddp'.")
         engine = engine_over(parameters, self._engines.values())
-        engine.clip = self.claims.clipping(max_norm)
+        engine.clip = self.run_settings.clipping(max_norm)
         return engine.norm()
 
     def clip_grad_value_(self, parameters: Iterable[Tensor], clip_value: float) -> None:
@@ -358,47 +333,25 @@ class ZeROStrategy(Strategy):
         return self._start().sharding.gathered(module.parameters(), modified) if self.stage == 3 else nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        """See `trainkit.Strategy.gradient_norm`."""
         return self._engines[id(optimizer)].norm()
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """See `trainkit.Strategy.stored_weights`."""
         return stored_state.stored_weights(module, list(self._engines.values()), self.device)
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        """See `trainkit.Strategy.exported_weights`."""
         short = self.config.zero3_save_16bit_model
         return stored_state.working_weights(module, self.device) if short else self.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        """See `trainkit.Strategy.load_weights`."""
         stored_state.load_weights(values, [*self._engines.values()], self.device)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
-        """See `trainkit.Strategy.stored_optimizer`."""
         if id(optimizer) not in self._engines:
             raise ConfigurationError(RUN_IS_OVER)
         return stored_state.stored_optimizer(self._engines[id(optimizer)], self.device)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
-        """See `trainkit.Strategy.load_optimizer`."""
         stored_state.load_optimizer(self._engines[id(optimizer)], stored)
-
-    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        """See `trainkit.Strategy.all_gather`.
-
-        Raises:
-            ConfigurationError: The processes pass different containers, shapes or dtypes.
-        """
-        return data if self.world.size == 1 else gathered(data, self.world, self.device, sync_grads, alike)
-
-    def barrier_for(self, verb: str) -> None:
-        """See `trainkit.Strategy.barrier_for`.
-
-        Raises:
-            CollectiveError: Another rank is in a different verb, or has exited; the message names the lines of code.
-        """
-        CollectiveChecks.of(self.world).wait(verb)
 
     def teardown(self) -> None:
         """Remove DeepSpeed from the modules. Process groups stay open, because other objects may use them."""
@@ -407,6 +360,86 @@ class ZeROStrategy(Strategy):
             if self._setup is not None:
                 rest.callback(self._setup.close, collective=not self.broken)
                 self._setup = None
-            for engine in (*self._engines.values(), self._bare):
+            for engine in (*self._engines.values(), self._evaluation_engine):
                 if engine is not None:
                     engine.close()
+
+
+class ZeROOptions(TypedDict, total=False):
+    """The keyword options of `ZeROStrategy`. All of them are optional.
+
+    Attributes:
+        offload_optimizer: Where to keep the optimizer state and the float32 master weights: `"cpu"`, where the optimizer
+            step then also runs, or `"nvme"` (stage 3 only). Default: the device.
+        offload_params: Where to keep parameters that are not in use: `"cpu"` or `"nvme"` (stage 3). Default: the device.
+        nvme_path: Folder on a fast local disk for `"nvme"`. Each process writes to its own folder and removes it at
+            the end. The next run removes the files of killed processes. Tensors smaller than 1 MiB stay in memory.
+        pin_memory: Keep offloaded tensors in page-locked host memory, which makes copies to and from a GPU faster. Default:
+            `True`.
+        reduce_bucket_size: Number of elements to reduce at a time. Default: 5e8, or the size of the model if that is
+            smaller.
+        allgather_bucket_size: Number of elements to gather at a time (stages 1 and 2). Same default.
+        overlap_comm: Reduce gradients during the backward pass, on a GPU. Default: `True` in stage 3 only.
+        contiguous_gradients: Copy gradients into one buffer as they are computed. Default: `True`.
+        round_robin_gradients: Assign parameters to the processes in round-robin order (stages 1 and 2). Default: `False`.
+        sub_group_size: Number of elements to update at a time (stage 3). With the optimizer on NVMe, each buffer holds that
+            number of elements in memory. Default: 1e9; with the optimizer on NVMe 1e8.
+        prefetch_bucket_size: Number of elements to gather ahead of their use (stage 3). Default: 5e7.
+        param_persistence_threshold: Parameters with at most this number of elements are not sharded (stage 3). Default:
+            1e5.
+        max_live_parameters: Maximum number of gathered elements on a process at a time (stage 3). Default: 1e9.
+        max_reuse_distance: Keep a gathered parameter if it is used again within this number of elements (stage 3). Default:
+            1e9; 0 for parameters on NVMe.
+        max_params_in_cpu: Number of parameter elements to keep in host memory when parameters are on NVMe. Default: 0.
+        param_buffer_count: Number of parameters to read ahead from NVMe. Default: 5.
+        optimizer_buffer_count: Number of page-locked buffers of `sub_group_size` elements. Default, and minimum: one for
+            the master weights, one for the gradients, and one for each tensor of optimizer state per parameter (AdamW: 4 in
+            all).
+        aio_block_size: Size of a disk request in bytes. Default: 1 MiB.
+        aio_queue_depth: Maximum number of disk requests in flight. Default: 8.
+        aio_threads: Number of threads for a read or write. Default: 1.
+        aio_single_submit: Submit disk requests one by one. Default: `False`.
+        aio_overlap_events: Submit disk requests while others are in flight. Default: `True`.
+        hpz_partition_size: Size of a group of processes, for example those of one node, that keeps a secondary copy of all
+            parameters, so that they are gathered within the group (stage 3; ZeRO++, Wang et al., ICLR 2024). Default: 1.
+        quantized_weights: Gather parameters in 8 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
+        quantized_nontrainable_weights: The same for frozen parameters, which are also stored in 8 bits. Default: `False`.
+        quantized_gradients: Reduce gradients in 8 and 4 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
+        communication_dtype: Dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. Default: the dtype of
+            the parameters; float32 under `*-mixed`.
+        activation_checkpointing: Options for a model that calls `deepspeed.checkpointing.checkpoint`, with the keys of a
+            DeepSpeed configuration: `partition_activations`, `cpu_checkpointing`, `contiguous_memory_optimization`,
+            `number_checkpoints`, `synchronize_checkpoint_boundary` and `profile`.
+        zero3_save_16bit_model: Let `save_model` write the 16-bit parameters instead of the float32 master weights (stage
+            3). Default: `False`.
+    """
+
+    offload_optimizer: str | None
+    offload_params: str | None
+    nvme_path: str | os.PathLike[str] | None
+    pin_memory: bool
+    reduce_bucket_size: int | None
+    allgather_bucket_size: int | None
+    overlap_comm: bool | None
+    contiguous_gradients: bool
+    round_robin_gradients: bool
+    sub_group_size: int | None
+    prefetch_bucket_size: int
+    param_persistence_threshold: int
+    max_live_parameters: int
+    max_reuse_distance: int | None
+    max_params_in_cpu: int
+    param_buffer_count: int
+    optimizer_buffer_count: int | None
+    aio_block_size: int
+    aio_queue_depth: int
+    aio_threads: int
+    aio_single_submit: bool
+    aio_overlap_events: bool
+    hpz_partition_size: int
+    quantized_weights: bool
+    quantized_nontrainable_weights: bool
+    quantized_gradients: bool
+    communication_dtype: str | None
+    activation_checkpointing: Mapping[str, Any] | None
+    zero3_save_16bit_model: bool

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.strategies.zero.transformers_models import shard_transformers_models
+from trainkit.strategies.zero.partitions import shard_transformers_models
 from trainkit.utils import DeepSpeedPlugin, set_seed
 
 transformers = pytest.importorskip("transformers")

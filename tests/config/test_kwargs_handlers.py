@@ -70,7 +70,7 @@ def test_power_sgd(hook: Any) -> None:
 def test_options_of_the_process_group_are_those_of_the_strategies() -> None:
     options = InitProcessGroupKwargs(backend="gloo", init_method="env://", timeout=timedelta(seconds=90)).strategy_options()
     for strategy in (DDPStrategy(**options), ZeROStrategy(stage=1, **options)):
-        assert (strategy._membership.backend, strategy._membership.timeout) == ("gloo", timedelta(seconds=90))
+        assert (strategy.process_group_backend, strategy.timeout) == ("gloo", timedelta(seconds=90))
     assert InitProcessGroupKwargs().strategy_options() == {}
 
 

@@ -7,8 +7,7 @@ import sys
 import torch
 
 from trainkit.errors import MissingPackageError
-from trainkit.strategies.zero.deepspeed_api import imported
-from trainkit.strategies.zero.extensions import load, require_async_io
+from trainkit.strategies.zero.deepspeed_api import import_deepspeed, load, require_async_io
 
 
 def main() -> None:
@@ -17,7 +16,7 @@ def main() -> None:
         require_async_io()
     except MissingPackageError as error:
         sys.exit(str(error))
-    imported(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    import_deepspeed(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     load("AsyncIOBuilder", "pin_memory", "async_io")
     load("CPUAdamBuilder", "cpu_adam")
 

@@ -13,7 +13,7 @@ from helpers.runs.replicas import Net, Plan, by_hand, flat, joined, over_strateg
 from torch import Tensor, nn
 from torch.futures import Future
 
-from trainkit.strategies.ddp import compression as _compression
+from trainkit.strategies.ddp import ddp_strategy as _ddp_strategy
 
 PLAN: Plan = [[1, 2], [3, 4], [5], [7, 8], [9, 10], [11, 12]]
 
@@ -89,10 +89,10 @@ def test_a_custom_hook() -> None:
 def test_a_failed_reduction_is_an_error(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     future: Future[Any] = Future()
     work = SimpleNamespace(get_future=lambda: future)
-    monkeypatch.setattr(_compression.dist, "all_reduce", lambda tensor, async_op: work)
-    monkeypatch.setattr(_compression.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(_ddp_strategy.dist, "all_reduce", lambda tensor, async_op: work)
+    monkeypatch.setattr(_ddp_strategy.dist, "get_world_size", lambda: 2)
     bucket = SimpleNamespace(buffer=lambda: torch.ones(3, dtype=dtype))
-    arrived = _compression._send_short(torch.bfloat16, bucket)
+    arrived = _ddp_strategy._send_short(torch.bfloat16, bucket)
     future.set_exception(RuntimeError("the connection is closed"))
     with pytest.raises(RuntimeError, match="the connection is closed"):
         arrived.wait()

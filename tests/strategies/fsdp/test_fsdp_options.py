@@ -13,7 +13,7 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError
 from trainkit.precision import Precision
 from trainkit.strategies import FSDPStrategy
-from trainkit.strategies.fsdp.fsdp_options import FSDPOptions
+from trainkit.strategies.fsdp.sharded_models import FSDPOptions
 
 CPU = torch.device("cpu")
 

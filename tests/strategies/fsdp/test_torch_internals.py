@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trainkit.launch.process_group import alone
-from trainkit.strategies.fsdp.torch_internals import (
+from trainkit.strategies.fsdp.sharded_model import (
     allocate,
     drop_gradients,
     has_no_values,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.strategies.xla.rates import Rate, steady_rates
+from trainkit.strategies.xla.xla_strategy import Rate, steady_rates
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},

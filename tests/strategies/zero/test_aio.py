@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from trainkit.errors import OffloadError
-from trainkit.strategies.zero.aio import checked
-from trainkit.strategies.zero.deepspeed_api import imported
-from trainkit.strategies.zero.extensions import load
+from trainkit.strategies.zero.deepspeed_api import import_deepspeed, load
+from trainkit.strategies.zero.nvme import disk_checks
 
 pytestmark = pytest.mark.zero
 
@@ -23,9 +22,9 @@ OPTIONS = {"block_size": 65536, "queue_depth": 4, "single_submit": False, "overl
 
 @pytest.fixture
 def handle() -> Any:
-    imported(torch.device("cpu"))
+    import_deepspeed(torch.device("cpu"))
     load("AsyncIOBuilder", "pin_memory", "async_io")
-    with checked():
+    with disk_checks():
         room: Any = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
         made = room.AsyncIOBuilder().load().aio_handle(**OPTIONS)
     return made
@@ -92,10 +91,10 @@ def test_a_folder_that_cannot_be_written(handle: Any, tmp_path: Path, monkeypatc
 
 
 def test_deepspeed_is_restored() -> None:
-    imported(torch.device("cpu"))
+    import_deepspeed(torch.device("cpu"))
     room: Any = importlib.import_module("deepspeed.runtime.swap_tensor.partitioned_optimizer_swapper")
     other: Any = importlib.import_module("deepspeed.runtime.swap_tensor.optimizer_utils")
     before = room.AsyncIOBuilder, other.AIO_ALIGNED_BYTES
-    with checked():
+    with disk_checks():
         assert (room.AsyncIOBuilder, other.AIO_ALIGNED_BYTES) != before
     assert (room.AsyncIOBuilder, other.AIO_ALIGNED_BYTES) == before

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from trainkit.errors import ConfigurationError, UnknownNameError
+from trainkit.launch.script_options import local_rank
 from trainkit.strategies import ZeROStrategy
-from trainkit.strategies.zero.config_file import _MISSING, read_config
+from trainkit.strategies.zero.config_file import _MISSING, deepspeed_config, read_config
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
-from trainkit.strategies.zero.zero_options import ZeROOptions
+from trainkit.strategies.zero.zero_strategy import ZeROOptions
 
 # A configuration as in the documentation of DeepSpeed, Accelerate and transformers.
 USUAL = {
@@ -77,7 +78,7 @@ def test_the_usual_file() -> None:
         "max_reuse_distance": 1e9,
         "zero3_save_16bit_model": True,
     }
-    assert found.claims == {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4}
+    assert found.run_settings == {"gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": 4}
     assert found.precision is None
     assert found.optimizer is not None
     assert found.optimizer["type"] == "AdamW"
@@ -282,7 +283,7 @@ def test_what_is_off_is_accepted(sections: dict[str, Any], without_effect: list[
     """Lines of other people's files that turn something off, or have no effect in this stage."""
     stage = sections.get("zero", {}).get("stage", 3)
     found = read_config(changed(**sections))
-    assert (found.options, found.claims, found.precision) == ({"stage": stage}, {}, None)
+    assert (found.options, found.run_settings, found.precision) == ({"stage": stage}, {}, None)
     assert (found.optimizer, found.scheduler) == (None, None)
     assert found.without_effect == without_effect
 
@@ -323,3 +324,41 @@ def test_an_unknown_option() -> None:
 def test_the_options_are_those_of_the_configuration() -> None:
     fields = {name: str(about.type) for name, about in ZeROConfig.__dataclass_fields__.items() if name != "stage"}
     assert fields == {name: about.__forward_arg__ for name, about in ZeROOptions.__annotations__.items()}
+
+
+# --------------------------------------------------------------------------------------------------------- command line
+
+
+@pytest.mark.parametrize("line, expected", [
+    ("", None),
+    ("--deepspeed", None),
+    ("--local_rank=0 --deepspeed --deepspeed_config ds.json --epochs 3", "ds.json"),
+    ("--deepspeed_config=conf/a=b.json", "conf/a=b.json"),
+    ("--deepspeed-config ds.json", "ds.json"),
+    ("--deepspeed_config a.json --deepspeed_config=b.json", "b.json"),
+    ("--deepspeed_config -", "-"),
+    ("--deepspeed_config_file ds.json --my_deepspeed_config x", None),
+    ("-- --deepspeed_config ds.json", None),
+    ("deepspeed_config ds.json", None),
+])  # fmt: skip
+def test_the_file_with_deepspeeds_configuration(line: str, expected: str | None) -> None:
+    assert deepspeed_config(line.split()) == expected
+
+
+@pytest.mark.parametrize("line", ["--deepspeed_config", "--deepspeed_config=", "--deepspeed_config --epochs 3"])
+def test_no_file_with_deepspeeds_configuration(line: str) -> None:
+    with pytest.raises(ConfigurationError, match="--deepspeed_config has no value. Pass the path of a file"):
+        deepspeed_config(line.split())
+
+
+def test_the_arguments_are_those_that_deepspeed_adds() -> None:
+    """DeepSpeed's own parser accepts the same arguments."""
+    import argparse
+
+    import deepspeed
+
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser.add_argument("--local_rank", type=int, default=-1)
+    line = ["--local_rank=1", "--deepspeed", "--deepspeed_config", "ds.json"]
+    parsed = parser.parse_args(line)
+    assert (parsed.deepspeed_config, parsed.local_rank) == (deepspeed_config(line), local_rank(line)) == ("ds.json", 1)

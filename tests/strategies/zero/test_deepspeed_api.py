@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from helpers.support import run_python, without_gloo
+
+from trainkit.errors import MissingPackageError
+from trainkit.strategies import ZeROStrategy
+from trainkit.strategies.zero import deepspeed_api as _deepspeed_api
+from trainkit.strategies.zero.deepspeed_api import _MARK, _clear, require_async_io
 
 SCRIPT = """
 import ctypes, sys
@@ -54,3 +62,62 @@ def test_saving_after_the_run(stage: str, run_dir: Path) -> None:
     assert "the run is over, and ZeRO has freed the optimizer state. Save a checkpoint during the run" in done.stderr
     assert (run_dir / "weights" / "model.safetensors").exists()
     assert not (run_dir / "all").exists()
+
+
+# ----------------------------------------------------------------------------------------------------------- extensions
+
+
+def test_a_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(
+        MissingPackageError,
+        match=r"needs a C\+\+ compiler, and 'no-such-compiler -O2' is not installed. Install one: apt install g\+\+",
+    ):
+        require_async_io()
+
+
+def test_missing_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """libaio's headers are missing. Creating the strategy raises the error."""
+    monkeypatch.setenv("CXX", "g++ -nostdinc")
+    with pytest.raises(MissingPackageError, match="libaio with its headers, which is not installed.*apt install libaio-dev"):
+        ZeROStrategy(stage=3, offload_optimizer="nvme", nvme_path=tmp_path)
+
+
+def test_prebuilt_extensions_need_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(_deepspeed_api, "_prebuilt", lambda name: name == "async_io")
+    require_async_io()
+
+
+def test_without_a_lock(tmp_path: Path) -> None:
+    _clear(tmp_path)
+
+
+def test_the_lock_of_a_killed_process_of_trainkit(tmp_path: Path) -> None:
+    """It is removed immediately, since the caller holds the lock that excludes live processes."""
+    (tmp_path / "lock").touch()
+    (tmp_path / _MARK).touch()
+    _clear(tmp_path)
+    assert not (tmp_path / "lock").exists()
+
+
+def test_an_abandoned_lock(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    (tmp_path / "half.o").touch()
+    for name in ("lock", "half.o"):
+        os.utime(tmp_path / name, (time.time() - 3600, time.time() - 3600))
+    _clear(tmp_path)
+    assert not (tmp_path / "lock").exists()
+
+
+def test_a_lock_of_a_process_that_compiles(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    waiting = threading.Thread(target=_clear, args=(tmp_path,))
+    waiting.start()
+    waiting.join(0.5)
+    assert waiting.is_alive()
+    assert lock.exists()
+    lock.unlink()
+    waiting.join()
+    assert f"waiting for another program that compiles in {tmp_path}" in caplog.text

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trainkit.errors import OffloadError
-from trainkit.strategies.zero import swap as _zero_swap
-from trainkit.strategies.zero.swap import InMemory, OnDisk
+from trainkit.strategies.zero import nvme as _zero_nvme
+from trainkit.strategies.zero.nvme import InMemory, OnDisk
 
 
 def test_in_memory() -> None:
@@ -53,6 +53,6 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: Any, **options: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(_zero_swap, "open", full, raising=False)
+    monkeypatch.setattr(_zero_nvme, "open", full, raising=False)
     with pytest.raises(OffloadError, match="the disk of nvme_path is full"):
         OnDisk(str(tmp_path / "file"), torch.float32, 0, 4).write(torch.zeros(4))

@@ -1,4 +1,4 @@
-"""Collectives over lists of tensors, which combine many small tensors into a few large buckets."""
+"""Collectives over lists of tensors, over the buffers of modules that every rank has a copy of, and over nested data."""
 
 from __future__ import annotations
 
@@ -8,10 +8,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from trainkit.errors import ModuleError
+from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.distributed.world import World
+from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.nested import leaves, map_tensors
 
-__all__ = ["average_gradients", "broadcast", "empty_sparse_gradient", "mean", "sparse_parameters"]
+__all__ = [
+    "Buffers",
+    "all_gather_nested",
+    "average_gradients",
+    "broadcast",
+    "check_modules_match",
+    "empty_sparse_gradient",
+    "mean",
+    "sparse_parameters",
+]
+
 
 _BROADCAST_MB = 64.0
 
@@ -46,13 +60,13 @@ def average_gradients(
     also contains a flag for each parameter that shows whether its gradient exists.
 
     Args:
-        parameters: the same parameters on all ranks, in the same order.
-        bucket_mb: bucket size in MB.
-        wire: dtype in which floating-point values are sent, if it has fewer bytes than theirs.
-        sparse: ids of the parameters with sparse gradients.
+        parameters: The same parameters on all ranks, in the same order.
+        bucket_mb: Bucket size in MB.
+        wire: Dtype in which floating-point values are sent, if it has fewer bytes than theirs.
+        sparse: Ids of the parameters with sparse gradients.
 
     Raises:
-        ModuleError: a sparse gradient cannot be averaged.
+        ModuleError: A sparse gradient cannot be averaged.
     """
     distinct = {id(parameter): parameter for parameter in parameters}
     dense = [parameter for key, parameter in distinct.items() if key not in sparse]
@@ -165,3 +179,114 @@ def _copy_out(flat: Tensor, targets: Sequence[Tensor]) -> None:
 def _real(tensor: Tensor) -> Tensor:
     """A complex tensor as pairs of real numbers, which every backend can send."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class Buffers:
+    """The buffers of modules. Looks them up at each use, because a module may replace a buffer."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._world: World | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    def add(self, module: nn.Module, world: World) -> None:
+        """Add the buffers of a module that every rank has a copy of."""
+        self._world = world
+        self._places += [(owner._buffers, name) for owner in module.modules() for name in owner._buffers]
+
+    def present(self) -> list[Tensor]:
+        """The current buffers, without those that are `None`."""
+        buffers = [owner.get(name) for owner, name in self._places]
+        return [buffer for buffer in buffers if buffer is not None]
+
+    def sync(self) -> None:
+        """Broadcast the buffers from rank 0."""
+        present = self.present()
+        if present and self._world is not None:
+            with self._world.collectives:
+                broadcast(present)
+
+
+def check_modules_match(module: nn.Module, world: World, backend: str) -> None:
+    """Check that the modules of all ranks have parameters and buffers of the same names, shapes and dtypes. Collective.
+
+    Args:
+        backend: Name of the backend, for the error message.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        raise ModuleError(
+            f"{lazy[0]} is uninitialized, but {backend} needs the shapes of all parameters and buffers. Run a batch through "
+            "the module in configure_model: self(batch)"
+        )
+    mine = [f"{name}: {str(t.dtype).removeprefix('torch.')}{list(getattr(t, 'ds_shape', t.shape))}" for name, t in named]
+    by_rank = world.exchange(mine)
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
+            differing = [line for line in [*by_rank[0], *other] if (line in by_rank[0]) != (line in other)]
+            raise ModuleError(
+                f"rank 0 and rank {rank} have different modules, but all ranks must have the same module. Different: "
+                f"{'; '.join(differing[:4]) or 'the order of parameters'}. Build the module the same way on all ranks."
+            )
+
+
+def all_gather_nested(data: Any, world: World, device: torch.device, sync_grads: bool, alike: bool = False) -> Any:
+    """Gather tensors in nested containers from all ranks, each stacked along a new first dimension: (world size, *shape).
+
+    Args:
+        data: Tensors in nested containers.
+        device: The device of the results.
+        sync_grads: Let gradients flow back to the inputs of all ranks.
+        alike: The shapes are known to be the same on all ranks.
+
+    Raises:
+        CollectiveError: Not all ranks call it.
+        ConfigurationError: Ranks pass different containers, shapes or dtypes.
+    """
+    if not alike:
+        _check_same_shapes(data, world)
+
+    def gather(tensor: Tensor) -> Tensor:
+        tensor = tensor.to(device)
+        if sync_grads and tensor.requires_grad:
+            joined: Tensor = _Gather.apply(tensor, world.rank)  # type: ignore[no-untyped-call]
+            return joined
+        return _gather(tensor.detach())
+
+    return map_tensors(data, gather)
+
+
+def _check_same_shapes(data: Any, world: World) -> None:
+    tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
+    mine = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
+    by_rank = CollectiveChecks.of(world).exchange("all_gather", mine)
+    if any(other != by_rank[0] for other in by_rank):
+        lines = [f"rank {rank}: {', '.join(f'{dtype}{shape}' for dtype, shape in each)}" for rank, each in enumerate(by_rank)]
+        raise ConfigurationError(
+            f"all_gather needs tensors of the same shapes and dtypes on all ranks, but got {'; '.join(lines)}. Pad them first: "
+            "torch.nn.functional.pad(x, (0, n - len(x)))"
+        )
+
+
+def _gather(tensor: Tensor) -> Tensor:
+    joined = tensor.new_empty((dist.get_world_size(), *tensor.shape))
+    dist.all_gather(list(joined.unbind(0)), tensor.contiguous())
+    return joined
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather. In backward, the gradient of a rank's input is the sum of the gradients that all ranks have for it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, rank: int) -> Tensor:
+        ctx.rank = rank
+        return _gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total[ctx.rank], None

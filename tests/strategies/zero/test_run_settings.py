@@ -16,8 +16,7 @@ import trainkit
 from trainkit import Accelerator, Callback, Trainer, TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError
 from trainkit.strategies import ZeROStrategy
-from trainkit.strategies.zero.claims import Claims
-from trainkit.strategies.zero.config_file import read_config
+from trainkit.strategies.zero.config_file import RunSettings, read_config
 from trainkit.utils import DeepSpeedPlugin
 
 CLIP = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.05}
@@ -126,8 +125,8 @@ OF_TORCH = [
 def test_defaults_of_optimizers_are_those_of_deepspeed(section: dict[str, Any]) -> None:
     """Among them the weight decay of 0.01 of PyTorch's AdamW, where DeepSpeed uses that class."""
     module = WithoutOptimizer()
-    claims = Claims(read_config(config(optimizer=section)), offloaded=False)
-    mine, theirs = claims.configure_optimizers(module, torch.device("cpu")), OfDeepSpeed(section, False).create(module)
+    settings = RunSettings(read_config(config(optimizer=section)), offloaded=False)
+    mine, theirs = settings.configure_optimizers(module, torch.device("cpu")), OfDeepSpeed(section, False).create(module)
     assert type(mine) is type(theirs)
     assert mine.defaults == theirs.defaults
 
@@ -139,8 +138,8 @@ def test_defaults_of_fused_adam_on_a_cpu(name: str, more: dict[str, Any]) -> Non
     from deepspeed.ops.adam import FusedAdam
 
     section = {"type": name, "params": {"lr": 0.01, **more}}
-    claims = Claims(read_config(config(optimizer=section)), offloaded=False)
-    mine = claims.configure_optimizers(WithoutOptimizer(), torch.device("cpu"))
+    settings = RunSettings(read_config(config(optimizer=section)), offloaded=False)
+    mine = settings.configure_optimizers(WithoutOptimizer(), torch.device("cpu"))
     expected = {key: one.default for key, one in inspect.signature(FusedAdam.__init__).parameters.items()} | section["params"]
     assert {key: mine.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")} == {
         key: expected[key] for key in ("lr", "betas", "eps", "weight_decay")
@@ -153,8 +152,8 @@ def test_defaults_of_fused_adam_on_a_cpu(name: str, more: dict[str, Any]) -> Non
 @pytest.mark.parametrize("more", [{}, {"weight_decay": 0.1}, {"adam_w_mode": False}, {"fp32_optimizer_states": False}])
 def test_defaults_of_an_offloaded_adam(name: str, more: dict[str, Any]) -> None:
     module, section = WithoutOptimizer(), {"type": name, "params": {"lr": 0.01, **more}}
-    claims = Claims(read_config(config(optimizer=section)), offloaded=True)
-    mine, theirs = claims.configure_optimizers(module, torch.device("cpu")), OfDeepSpeed(section, True).create(module)
+    settings = RunSettings(read_config(config(optimizer=section)), offloaded=True)
+    mine, theirs = settings.configure_optimizers(module, torch.device("cpu")), OfDeepSpeed(section, True).create(module)
     assert type(mine) is type(theirs)
     assert mine.defaults == theirs.defaults
     assert (mine.adam_w_mode, mine.fp32_optimizer_states) == (theirs.adam_w_mode, theirs.fp32_optimizer_states)
