@@ -10,7 +10,7 @@ from torch import Tensor
 __all__: list[str] = []
 
 
-def copying_to_host(value: Tensor) -> tuple[Tensor, Any]:
+def copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
     """Start copying a scalar to the host.
 
     Returns:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._to_host import copying_to_host
+from trainkit.callbacks._to_host import copy_to_host
 from trainkit.checks import choice, whole_number
 from trainkit.console import counted, warn
 from trainkit.errors import ConfigurationError, NonFiniteError
@@ -166,7 +166,7 @@ class NonFiniteGuard(Callback):
         if not flags:
             return None
         finite = flags[0] if len(flags) == 1 else flags[0] & flags[1]
-        host, ready = copying_to_host(finite) if self.action == "raise" else (finite, None)
+        host, ready = copy_to_host(finite) if self.action == "raise" else (finite, None)
         return _Findings(update, host, ready, losses, largest, names)
 
     def _read_pending(self) -> None:

@@ -18,7 +18,7 @@ from trainkit.checks import choice
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
 from trainkit.lazy import lazily
-from trainkit.loggers.jsonl import JSONLWriter
+from trainkit.loggers.csv_logs import JSONLWriter
 from trainkit.paths import disk_path
 
 if TYPE_CHECKING:
@@ -124,15 +124,15 @@ class PredictionWriter(BasePredictionWriter):
         ranks = 1 if self.once else trainer.strategy.data_world.size
         first = 0 if self.once else trainer.strategy.data_world.rank
         by_loader = [predictions] if len(batch_indices) == 1 else predictions
-        for loader, (own, indices) in enumerate(zip(by_loader, batch_indices, strict=True)):
+        for loader, (outputs, indices) in enumerate(zip(by_loader, batch_indices, strict=True)):
             stem = self._folder(trainer, loader) / ("predictions" if self.once else f"rank-{first}")
-            numbers = range(first, first + len(own) * ranks, ranks)
-            batches = [_named_tensors(prediction) for prediction in own]
-            if own and all(named is not None for named in batches):
+            numbers = range(first, first + len(outputs) * ranks, ranks)
+            batches = [_named_tensors(prediction) for prediction in outputs]
+            if outputs and all(named is not None for named in batches):
                 named = [_with_indices(named or {}, chosen) for named, chosen in zip(batches, indices, strict=True)]
-                _write_tensors(stem.with_suffix(".safetensors"), _joined(named, numbers))
-            elif own:
-                self._write_lines(stem.with_suffix(".jsonl"), list(zip(numbers, indices, own, strict=True)))
+                _write_tensors(stem.with_suffix(".safetensors"), _join_columns(named, numbers))
+            elif outputs:
+                self._write_lines(stem.with_suffix(".jsonl"), list(zip(numbers, indices, outputs, strict=True)))
 
     # ------------------------------------------------------------------ hooks
 
@@ -162,7 +162,7 @@ class PredictionWriter(BasePredictionWriter):
         if not self.once:
             super().on_predict_epoch_end(trainer, module)
             return
-        kept, indices = (_gathered_on_main(trainer, lists) for lists in self._take(trainer))
+        kept, indices = (_gather_on_main(trainer, lists) for lists in self._take(trainer))
         if trainer.is_global_zero:
             self.write_on_epoch_end(trainer, module, kept[0] if len(kept) == 1 else kept, indices)
 
@@ -187,11 +187,11 @@ class PredictionWriter(BasePredictionWriter):
             self._lines[path].write({"batch": number, "indices": chosen, "prediction": _plain(prediction, "prediction")})
 
 
-def _gathered_on_main(trainer: Trainer, own: list[list[Any]]) -> list[list[Any]]:
+def _gather_on_main(trainer: Trainer, by_loader: list[list[Any]]) -> list[list[Any]]:
     """Gather by loader, in the order of the batches, on the main process, a few batches at a time. Collective."""
     world = trainer.strategy.data_world
     gathered: list[list[Any]] = []
-    for mine, rows in zip(own, world.largest([len(each) for each in own]), strict=True):
+    for mine, rows in zip(by_loader, world.largest([len(each) for each in by_loader]), strict=True):
         gathered.append([])
         for start in range(0, rows, _ROWS):
             by_rank = world.exchange_user_objects(mine[start : start + _ROWS])
@@ -229,17 +229,17 @@ def _with_indices(named: dict[str, Tensor], indices: Sequence[int] | None) -> di
     return named if indices is None else {"batch_indices": torch.tensor(indices), **named}
 
 
-def _joined(batches: list[dict[str, Tensor]], numbers: Sequence[int]) -> dict[str, Tensor]:
+def _join_columns(batches: list[dict[str, Tensor]], numbers: Sequence[int]) -> dict[str, Tensor]:
     """The tensors of all batches, each concatenated along its first dimension if possible."""
-    found: dict[str, Tensor] = {}
+    columns: dict[str, Tensor] = {}
     for name in dict.fromkeys(name for named in batches for name in named):
         parts = {number: named[name] for number, named in zip(numbers, batches, strict=True) if name in named}
         kinds = {(part.dtype, part.shape[1:], part.ndim > 0) for part in parts.values()}
         if len(parts) == len(batches) and len(kinds) == 1 and next(iter(kinds))[2]:
-            found[name] = torch.cat(list(parts.values()))
+            columns[name] = torch.cat(list(parts.values()))
         else:
-            found |= {f"{name}/{number:08d}": part for number, part in parts.items()}
-    return found
+            columns |= {f"{name}/{number:08d}": part for number, part in parts.items()}
+    return columns
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._to_host import copying_to_host
+from trainkit.callbacks._to_host import copy_to_host
 from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import warn
 from trainkit.errors import LossError, TrainingSpikeException
-from trainkit.loggers.files import replace_file
+from trainkit.loggers.log_folder import replace_file
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -118,7 +118,7 @@ class SpikeDetection(Callback):
                 f"SpikeDetection needs the loss, and training_step returned {type(outputs).__name__}. Expected a scalar "
                 "tensor, or a dict with it under 'loss'. Fix: return {'loss': loss.detach()}"
             )
-        self._pending.append(_Loss(batch_idx, *copying_to_host(loss.detach())))
+        self._pending.append(_Loss(batch_idx, *copy_to_host(loss.detach())))
         if trainer.accelerator.sync_gradients:
             self._due = len(self._pending)
 
@@ -195,8 +195,8 @@ class SpikeDetection(Callback):
         if self._found is not None:
             raise TrainingSpikeException(*self._found)
         self.check_now(trainer)
-        own = {"recent": list(self._recent), "seen": self._seen}
-        checkpoint[self.state_key] = trainer.strategy.data_world.exchange(own)
+        state = {"recent": list(self._recent), "seen": self._seen}
+        checkpoint[self.state_key] = trainer.strategy.data_world.exchange(state)
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         by_rank = checkpoint.get(self.state_key)

@@ -16,7 +16,7 @@ from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.cli.main import main
 from trainkit.errors import ConfigurationError
 from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.run_files import read_metrics
 from trainkit.paths import disk_path, local_path, remote_url, url_of
 from trainkit.profilers import SimpleProfiler
 

@@ -39,7 +39,7 @@ from trainkit.errors import (
     UnsupportedArgumentError,
 )
 from trainkit.loggers import CSVLogger, Logger
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.run_files import read_metrics
 from trainkit.tracking import GeneralTracker, on_main_process
 
 STEP = "trainer/global_step"

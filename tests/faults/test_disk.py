@@ -23,7 +23,7 @@ from trainkit import Callback, TrainModule
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.errors import CheckpointWriteError
 from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger, tensorboard
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.run_files import read_metrics
 
 MOUNT = Path("disk")
 MIB = 2**20

@@ -17,7 +17,7 @@ from helpers.runs.trackers import PLAIN, comet_records, needs
 
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError
 from trainkit.loggers import CometLogger, CSVLogger
-from trainkit.loggers.attach import attach
+from trainkit.loggers.logger_setup import attach
 
 pytestmark = [needs("comet_ml"), pytest.mark.usefixtures("comet_offline")]
 

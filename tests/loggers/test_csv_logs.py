@@ -14,7 +14,7 @@ import pytest
 from trainkit.errors import ConfigurationError
 from trainkit.loggers import CSVLogger
 from trainkit.loggers.csv_logs import CSVWriter
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.run_files import read_metrics
 
 
 def table(folder: Path) -> str:
@@ -111,7 +111,7 @@ def test_a_file_written_by_lightning_is_continued(tmp_path: Path) -> None:
     assert path.read_text() == "epoch,loss,step\n0,0.5,1\n1,0.25,2\n"
 
 
-@pytest.mark.parametrize("moment", ["trainkit.loggers.files.os.fsync", "trainkit.loggers.files.os.replace"])
+@pytest.mark.parametrize("moment", ["trainkit.loggers.log_folder.os.fsync", "trainkit.loggers.log_folder.os.replace"])
 def test_a_failure_while_a_column_is_added_keeps_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:

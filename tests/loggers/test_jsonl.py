@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from trainkit.console import TrainkitWarning
-from trainkit.loggers import CSVLogger, JSONLLogger, files
-from trainkit.loggers.attach import attach
-from trainkit.loggers.files import AppendFile
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers import CSVLogger, JSONLLogger, log_folder
+from trainkit.loggers.log_folder import AppendFile
+from trainkit.loggers.logger_setup import attach
+from trainkit.loggers.run_files import read_metrics
 
 
 def strict(text: str) -> object:
@@ -114,7 +114,7 @@ def test_texts_and_metrics_wait_for_space(tmp_path: Path, disk: Disk) -> None:
 def test_memory_is_bounded_and_what_is_dropped_is_said(
     kind: Any, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files, "_WAITING", 1000)
+    monkeypatch.setattr(log_folder, "_WAITING", 1000)
     logger = kind(tmp_path)
     attach([logger], tmp_path)
     logger.log_metrics({"loss": 0.0}, 0)

@@ -15,7 +15,7 @@ from helpers.runs.trackers import mlflow_records, needs
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError
 from trainkit.loggers import CSVLogger, MLFlowLogger
-from trainkit.loggers.attach import attach
+from trainkit.loggers.logger_setup import attach
 
 pytestmark = [needs("mlflow"), pytest.mark.usefixtures("local_mlflow")]
 

@@ -14,7 +14,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import join
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
-from trainkit.loggers.attach import attach, share_folders, states_of
+from trainkit.loggers.logger_setup import attach, share_folders, states_of
 
 
 def joined() -> World:

@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError
 from trainkit.loggers import TensorBoardLogger
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.run_files import read_metrics
 
 
 def events(folder: Path) -> Any:

@@ -18,7 +18,7 @@ from helpers.runs.trackers import PLAIN, comet_records, mlflow_records, needs
 from trainkit import Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.loggers import CometLogger, CSVLogger, Logger, MLFlowLogger
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.run_files import read_metrics
 
 pytestmark = [needs("mlflow"), needs("comet_ml"), pytest.mark.usefixtures("local_mlflow", "comet_offline")]
 

@@ -20,7 +20,7 @@ pytest.importorskip("wandb")
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, UnsupportedArgumentError
 from trainkit.loggers import CSVLogger, WandbLogger
-from trainkit.loggers.attach import attach
+from trainkit.loggers.logger_setup import attach
 
 STEP = "trainer/global_step"
 

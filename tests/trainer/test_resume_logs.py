@@ -15,8 +15,8 @@ from helpers.worlds.worlds import run_world
 
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
-from trainkit.loggers.event_files import event_files, event_times
-from trainkit.loggers.resumed_logs import is_given_log_of
+from trainkit.loggers.log_folder import is_given_log_of
+from trainkit.loggers.tensorboard import event_files, event_times
 
 LOGGERS = [CSVLogger, JSONLLogger, TensorBoardLogger]
 LOGS = Path("logs/default")

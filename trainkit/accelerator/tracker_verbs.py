@@ -9,10 +9,8 @@ from typing import Any
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.loggers.attach import attach
-from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.known_loggers import LOGGERS, NotLoggedInError, check_logger, make_logger
-from trainkit.loggers.null_experiment import NullExperiment
+from trainkit.loggers.base import Logger, NullExperiment, is_installed
+from trainkit.loggers.logger_setup import LOGGERS, NotLoggedInError, attach, check_logger, make_logger
 from trainkit.loggers.trackers import LoggerTracker, tracker_of
 from trainkit.strategy import Strategy
 from trainkit.unsupported import ADVICE, advice

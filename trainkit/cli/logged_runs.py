@@ -12,9 +12,8 @@ from pathlib import Path
 from trainkit.checkpoint.regular_file import not_regular
 from trainkit.checkpoint.remote_folder import remote_at
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
-from trainkit.loggers.files import replace_file
-from trainkit.loggers.metrics_reader import Series, find_run
-from trainkit.loggers.run_files import MAX_STEP, folders_in
+from trainkit.loggers.log_folder import replace_file
+from trainkit.loggers.run_files import MAX_STEP, Series, find_run, folders_in
 from trainkit.paths import local_path
 
 __all__ = [

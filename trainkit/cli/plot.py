@@ -21,7 +21,7 @@ from trainkit.cli.logged_runs import (
     write_output,
 )
 from trainkit.errors import ConfigurationError, missing_package
-from trainkit.loggers.metrics_reader import Series, read_metrics
+from trainkit.loggers.run_files import Series, read_metrics
 from trainkit.masking import escaped
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from trainkit.lazy import lazily
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
     from trainkit.loggers.comet_logs import CometLogger
-    from trainkit.loggers.csv_logs import CSVLogger
-    from trainkit.loggers.jsonl import JSONLLogger
+    from trainkit.loggers.csv_logs import CSVLogger, JSONLLogger
     from trainkit.loggers.mlflow_logs import MLFlowLogger
     from trainkit.loggers.tensorboard import TensorBoardLogger
     from trainkit.loggers.wandb_logs import WandbLogger
@@ -20,7 +19,7 @@ __all__ = ["CSVLogger", "CometLogger", "JSONLLogger", "Logger", "MLFlowLogger", 
 _FILES = {
     "CSVLogger": "csv_logs",
     "CometLogger": "comet_logs",
-    "JSONLLogger": "jsonl",
+    "JSONLLogger": "csv_logs",
     "Logger": "base",
     "MLFlowLogger": "mlflow_logs",
     "TensorBoardLogger": "tensorboard",

@@ -1,4 +1,4 @@
-"""`Logger`: what every logger has in common."""
+"""`Logger`: what every logger has in common; `DummyLogger` and `NullExperiment`, which do nothing."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, TrainkitError
 from trainkit.keywords import KnownKeywords
-from trainkit.loggers.files import replace_file
-from trainkit.loggers.log_folder import LogFolder, check_name, check_save_dir, check_version, claimed
+from trainkit.loggers.log_folder import (
+    LogFolder,
+    check_name,
+    check_save_dir,
+    check_version,
+    claim_folder,
+    folder_state,
+    replace_file,
+    resume_log,
+)
 from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain, take_step
-from trainkit.loggers.null_experiment import NullExperiment
-from trainkit.loggers.resumed_logs import folder_state, resume_log
 from trainkit.loggers.run_files import yaml_in
 
-__all__ = ["Logger", "is_installed"]
+__all__ = ["DummyLogger", "Logger", "NullExperiment", "is_installed"]
+
 
 _CAN_STORE = {
     "images": "TensorBoardLogger, WandbLogger, MLFlowLogger, CometLogger",
@@ -112,7 +119,7 @@ class Logger(KnownKeywords):
             return self._version
         folder = self._run_folder()
         if self.is_main_process:
-            claimed(folder)
+            claim_folder(folder)
         return folder.version
 
     @property
@@ -134,7 +141,7 @@ class Logger(KnownKeywords):
             return None
         folder = self._run_folder()
         if self.is_main_process:
-            return str(claimed(folder))
+            return str(claim_folder(folder))
         return None if folder.path is None else str(folder.path)
 
     def _new_version(self) -> None:
@@ -408,3 +415,74 @@ class Logger(KnownKeywords):
     def __repr__(self) -> str:
         version = self._version if self._folder is None else self._folder.version
         return f"{type(self).__name__}(save_dir={self.save_dir!r}, name={self._name!r}, version={version!r})"
+
+
+class NullExperiment:
+    """Placeholder for `logger.experiment` on other processes than the main process: all attributes and calls do nothing.
+
+    So `logger.experiment.add_figure(...)` needs no `if`.
+    """
+
+    def __getattr__(self, name: str) -> NullExperiment:
+        if name.startswith("__"):  # pickle, copy and inspect must not find these
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: object) -> None:
+        pass
+
+    def __call__(self, *args: object, **kwargs: object) -> NullExperiment:
+        return self
+
+    def __getitem__(self, key: object) -> NullExperiment:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None:
+        pass
+
+    def __iter__(self) -> NullExperiment:
+        return self
+
+    def __next__(self) -> NoReturn:
+        raise StopIteration
+
+    def __enter__(self) -> NullExperiment:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class DummyLogger(Logger):
+    """Stands for a logger in a `fast_dev_run` and in trials, such as those of `Tuner`.
+
+    `logger.experiment` and all methods exist, and do nothing.
+
+    So a module that calls `self.logger.experiment.add_image(...)` or `self.logger.watch(...)` needs no `if`.
+    """
+
+    @property
+    def is_main_process(self) -> bool:
+        """False: no process writes."""
+        return False
+
+    @property
+    def save_dir(self) -> None:  # type: ignore[override]  # as of every logger without files
+        """`None`: it writes no files."""
+        return
+
+    def log_hyperparams(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Do nothing; some loggers accept more arguments."""
+
+    def log_image(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing, with the arguments of any logger."""
+
+    log_text = log_histogram = log_image
+
+    def _require(self, what: str, default: Any, bound: Any) -> None:
+        pass  # it stands for a logger that can store images
+
+    def __getattr__(self, name: str) -> NullExperiment:
+        if name.startswith("_"):  # pickle, copy and inspect must not find these
+            raise AttributeError(name)
+        return NullExperiment()

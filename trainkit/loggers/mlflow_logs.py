@@ -15,8 +15,8 @@ from typing import Any
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.log_folder import Repeats
 from trainkit.loggers.logged_values import flatten
-from trainkit.loggers.repeats import Repeats
 
 __all__ = ["MLFlowLogger"]
 
@@ -108,7 +108,7 @@ class MLFlowLogger(Logger):
         self._resumed = False  # the run is that of a checkpoint, and may no longer exist
         self._repeats = Repeats()
         self._names: dict[tuple[str, str], str] = {}  # (what it names, name in MLflow) → the user's name
-        self._stamp = 0  # milliseconds, different for each row: MLflow keeps one of several equal records
+        self._timestamp = 0  # milliseconds, different for each row: MLflow keeps one of several equal records
 
     # ------------------------------------------------------------------ where
 
@@ -256,8 +256,8 @@ class MLFlowLogger(Logger):
         client = self.experiment
         named = {self._named(key, "metric"): float(value) for key, value in metrics.items()}
         new = {key: value for key, value in named.items() if not self._repeats.has(key, step, self._steps_of)}
-        self._stamp = max(time.time_ns() // 1_000_000, self._stamp + 1)
-        for part in _parts([Metric(key, value, self._stamp, step) for key, value in new.items()], 1000):
+        self._timestamp = max(time.time_ns() // 1_000_000, self._timestamp + 1)
+        for part in _parts([Metric(key, value, self._timestamp, step) for key, value in new.items()], 1000):
             with _as_os_error():
                 client.log_batch(self._id, metrics=part, synchronous=True)
             for record in part:
@@ -270,7 +270,7 @@ class MLFlowLogger(Logger):
     def _steps(self, client: Any, run_id: str, key: str) -> list[int]:
         history = sorted(client.get_metric_history(run_id, key), key=lambda record: record.timestamp)
         if history:
-            self._stamp = max(self._stamp, history[-1].timestamp)  # another node's clock may be ahead
+            self._timestamp = max(self._timestamp, history[-1].timestamp)  # another node's clock may be ahead
         return [record.step for record in history]
 
     def _named(self, name: str, what: str) -> str:

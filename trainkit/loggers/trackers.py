@@ -9,8 +9,8 @@ from typing import Any
 from trainkit.console import notice, with_article
 from trainkit.errors import ConfigurationError, MetricError, UnsupportedArgumentError
 from trainkit.loggers.base import Logger
-from trainkit.loggers.known_loggers import LOGGERS
 from trainkit.loggers.logged_values import as_step, number
+from trainkit.loggers.logger_setup import LOGGERS
 from trainkit.tracking import GeneralTracker
 from trainkit.unsupported import advice
 
@@ -19,8 +19,8 @@ __all__ = ["LoggerTracker", "MLflowTracker", "WandBTracker", "tracker_of"]
 
 def tracker_of(logger: Logger) -> LoggerTracker:
     """Wrap a logger; the tracker has its name in `log_with`, or that of its class if it has none."""
-    own = type(logger).__name__
-    name = next((name for name, kind in LOGGERS.items() if kind.path.endswith(f":{own}")), own)
+    class_name = type(logger).__name__
+    name = next((name for name, kind in LOGGERS.items() if kind.path.endswith(f":{class_name}")), class_name)
     return {"wandb": WandBTracker, "mlflow": MLflowTracker}.get(name, LoggerTracker)(logger, name)
 
 
@@ -85,8 +85,8 @@ class LoggerTracker(GeneralTracker):
                 number(name, value)  # raises
             elif isinstance(value, str):
                 texts[name] = value
-            elif (found := _number_in(name, value)) is not None:
-                numbers[name] = found
+            elif (plain_number := _number_in(name, value)) is not None:
+                numbers[name] = plain_number
             else:
                 shape = getattr(value, "shape", None)
                 what = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
@@ -160,8 +160,8 @@ def _numeric(key: str, value: Any) -> Any:
     """Tensors and NumPy scalars as numbers, dicts without `None`, other values unchanged."""
     if isinstance(value, Mapping):
         return {name: _numeric(f"{key}/{name}", one) for name, one in value.items() if one is not None}
-    found = _number_in(key, value) if hasattr(value, "item") and hasattr(value, "shape") else None
-    return value if found is None else found  # wandb stores arrays, lists and its own types
+    plain_number = _number_in(key, value) if hasattr(value, "item") and hasattr(value, "shape") else None
+    return value if plain_number is None else plain_number  # wandb stores arrays, lists and its own types
 
 
 def _number_in(name: str, value: Any) -> int | float | None:

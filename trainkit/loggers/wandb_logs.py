@@ -20,9 +20,9 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.known_loggers import NotLoggedInError
 from trainkit.loggers.log_folder import check_save_dir, one_of
 from trainkit.loggers.logged_values import as_step
+from trainkit.loggers.logger_setup import NotLoggedInError
 
 if TYPE_CHECKING:
     import torch
@@ -108,7 +108,7 @@ class WandbLogger(Logger):
         self._run_name = name
         self._id = one_of("WandbLogger", version=version, id=id)
         self._project = project
-        self._options = _checked_options(kwargs, offline)
+        self._options = _check_options(kwargs, offline)
         self._given = experiment
         self._idle = False
         self._rows = 0  # of the run, when it was closed or when the checkpoint was made
@@ -321,7 +321,7 @@ class WandbLogger(Logger):
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
 
-def _checked_options(kwargs: dict[str, Any], offline: bool) -> dict[str, Any]:
+def _check_options(kwargs: dict[str, Any], offline: bool) -> dict[str, Any]:
     for name in kwargs:
         if name in _LATER:
             raise UnsupportedArgumentError(f"WandbLogger({name}=…) is not supported. Fix: call\n{_SEND_FILE}")

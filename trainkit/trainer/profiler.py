@@ -16,7 +16,7 @@ from typing import Any
 
 from trainkit.console import echo, warn
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
-from trainkit.loggers.files import replace_file
+from trainkit.loggers.log_folder import replace_file
 from trainkit.paths import disk_path
 
 __all__ = [

@@ -247,8 +247,8 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
 
 def _has_its_log(run: Run, found: FoundCheckpoint) -> bool:
     """Whether a logger was given the log of the checkpoint's run, as by `version`: it continues there, as in its own run."""
-    from trainkit.loggers.attach import states_of
-    from trainkit.loggers.resumed_logs import is_given_log_of
+    from trainkit.loggers.log_folder import is_given_log_of
+    from trainkit.loggers.logger_setup import states_of
 
     states = states_of(run.loggers, found.loaded.state.get("loggers", ()))
     pairs = [(logger, state) for logger, state in zip(run.loggers, states, strict=True) if state is not None]

@@ -61,10 +61,10 @@ def choose_folder(run: Run) -> Path:
     def choose() -> str | None:
         if not world.is_main:
             return None
-        from trainkit.loggers.log_folder import LogFolder, claimed
+        from trainkit.loggers.log_folder import LogFolder, claim_folder
 
         logger = _logger_with_folder(run)
-        folder = None if logger is None else str(claimed(logger._run_folder()))
+        folder = None if logger is None else str(claim_folder(logger._run_folder()))
         if folder is None:
             root = Path(run.root_dir)
             check_writable(root)

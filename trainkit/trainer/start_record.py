@@ -20,7 +20,7 @@ from trainkit._version import __version__
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, Preempted
 from trainkit.launch.self_start import folder_at_start, start_command
-from trainkit.loggers.starts_file import STARTS, append_record, utc_now
+from trainkit.loggers.run_files import STARTS, append_record, utc_now
 from trainkit.masking import mask_arguments, mask_text
 from trainkit.trainer.explain import end_reason
 from trainkit.trainer.run_folder import folder_of_fit

@@ -22,7 +22,7 @@ from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, 
 from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable
 from trainkit.launch.resolve import joined_strategy, read_wanted
-from trainkit.loggers.starts_file import utc_now
+from trainkit.loggers.run_files import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read

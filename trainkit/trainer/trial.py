@@ -18,7 +18,7 @@ import torch
 from trainkit.console import TrainkitWarning
 from trainkit.data.combined import CombinedLoader
 from trainkit.errors import DataError, ModuleError
-from trainkit.loggers.dummy_logger import DummyLogger
+from trainkit.loggers.base import DummyLogger
 from trainkit.registry import load_callback
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop

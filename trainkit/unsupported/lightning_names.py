@@ -29,7 +29,7 @@ SAME: dict[str, dict[str, str]] = {
     "core": {"trainkit": "LightningDataModule LightningModule", "trainkit.utilities": "HyperparametersMixin"},
     "loggers": {
         "trainkit.loggers": "CSVLogger CometLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
-        "trainkit.loggers.dummy_logger": "DummyLogger",
+        "trainkit.loggers.base": "DummyLogger",
     },
     "plugins": {"trainkit": "Precision"},
     "profilers": {"trainkit.profilers": "AdvancedProfiler PassThroughProfiler Profiler PyTorchProfiler SimpleProfiler"},

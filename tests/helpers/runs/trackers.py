@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 
 from trainkit.loggers import CometLogger, WandbLogger
-from trainkit.loggers.comet_setup import comet_ml
+from trainkit.loggers.comet_logs import comet_ml
 
 __all__ = [
     "PLAIN",

@@ -20,7 +20,7 @@ from trainkit.console import counted
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.base import is_installed
 from trainkit.loggers.csv_logs import CSVLogger
-from trainkit.loggers.metrics_reader import read_metrics
+from trainkit.loggers.run_files import read_metrics
 from trainkit.loggers.tensorboard import TensorBoardLogger
 from trainkit.registry import load_callback
 from trainkit.rng import seed_everything

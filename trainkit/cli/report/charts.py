@@ -11,7 +11,7 @@ import numpy as np
 
 from trainkit.cli.report.html import CHART, COLORS, DASHES
 from trainkit.cli.report.run_data import RunData, RunStart, save_time
-from trainkit.loggers.metrics_reader import Series
+from trainkit.loggers.run_files import Series
 
 __all__ = ["Key", "bokeh_script", "embed", "interrupted_starts", "metric_chart", "runs_over_time", "styles_of", "time_chart"]
 

@@ -24,7 +24,7 @@ from trainkit.cli.report.tables import (
 )
 from trainkit.console import counted
 from trainkit.launch.environment import SCRIPT
-from trainkit.loggers.metrics_reader import Series
+from trainkit.loggers.run_files import Series
 
 __all__ = ["continue_blocks", "page"]
 

@@ -17,11 +17,9 @@ from trainkit.checkpoint.folder import CHECKPOINTS, ListedCheckpoint, candidates
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.cli.logged_runs import check_folder, metrics_folder, unique
 from trainkit.errors import CheckpointError, ConfigurationError, TrainkitError
-from trainkit.loggers.event_files import event_files, event_times
 from trainkit.loggers.logged_values import flatten
-from trainkit.loggers.metrics_reader import Series, home_of, read_metrics
-from trainkit.loggers.run_files import yaml_in
-from trainkit.loggers.starts_file import STARTS, RecordedStart, read_starts
+from trainkit.loggers.run_files import STARTS, RecordedStart, Series, home_of, read_metrics, read_starts, yaml_in
+from trainkit.loggers.tensorboard import event_files, event_times
 from trainkit.masking import mask_value
 
 __all__ = ["KINDS", "RunData", "RunStart", "kind_of", "read_run", "report_folders", "save_time", "starts_of"]

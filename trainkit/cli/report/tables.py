@@ -10,7 +10,7 @@ from trainkit.checkpoint.manifest import Manifest
 from trainkit.cli.checkpoint.text import bytes_text, contents_text, on_one_line
 from trainkit.cli.report.html import data, duration, number, safe, table, time_text
 from trainkit.cli.report.run_data import KINDS, RunData, RunStart, kind_of, save_time
-from trainkit.loggers.metrics_reader import Series
+from trainkit.loggers.run_files import Series
 
 __all__ = [
     "checkpoint_tables",

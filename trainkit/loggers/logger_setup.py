@@ -1,21 +1,108 @@
-"""What a Trainer does with its loggers: create the default one, and set their folders."""
+"""Create loggers by name (`"tensorboard"`, `"wandb"`, `"mlflow"`, …), and set the folders of those of one run."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.loggers.base import Logger
-from trainkit.loggers.csv_logs import CSVLogger
-from trainkit.loggers.log_folder import LogFolder, claimed, has_folder
-from trainkit.loggers.resumed_logs import find_folder
-from trainkit.loggers.tensorboard import TensorBoardLogger
+from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, missing_package, nearest
+from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.log_folder import LogFolder, claim_folder, find_folder, has_folder
 
-__all__ = ["attach", "attach_again", "default_logger", "share_folders", "states_of"]
+__all__ = [
+    "LOGGERS",
+    "Kind",
+    "NotLoggedInError",
+    "attach",
+    "attach_again",
+    "check_logger",
+    "default_logger",
+    "load_logger",
+    "make_logger",
+    "share_folders",
+    "states_of",
+]
+
+
+class NotLoggedInError(ConfigurationError):
+    """A service needs an API key, but none is set; `log_with="all"` skips the service."""
+
+
+class Kind(NamedTuple):
+    """A logger that has a name: the path of its class, the package that it needs, and the extra that installs it.
+
+    `project` is the argument that names the project; empty for a logger of files, whose `name` is a folder.
+    """
+
+    path: str
+    package: str = ""
+    extra: str = ""
+    project: str = ""
+
+
+LOGGERS: dict[str, Kind] = {
+    "comet_ml": Kind("trainkit.loggers.comet_logs:CometLogger", "comet_ml", "comet", "project"),
+    "csv": Kind("trainkit.loggers.csv_logs:CSVLogger"),
+    "jsonl": Kind("trainkit.loggers.csv_logs:JSONLLogger"),
+    "mlflow": Kind("trainkit.loggers.mlflow_logs:MLFlowLogger", "mlflow", "mlflow", "experiment_name"),
+    "tensorboard": Kind("trainkit.loggers.tensorboard:TensorBoardLogger", "tensorboard", "tensorboard"),
+    "wandb": Kind("trainkit.loggers.wandb_logs:WandbLogger", "wandb", "wandb", "project"),
+}
+
+
+def check_logger(name: str, argument: str = "logger", also: Sequence[str] = ()) -> None:
+    """Raise if no logger has this name, or its package is not installed.
+
+    Args:
+        name: The value of `argument`.
+        argument: The name of the argument, for the message.
+        also: Further allowed values.
+
+    Raises:
+        MissingPackageError: Its package is not installed.
+    """
+    if name not in LOGGERS:
+        raise UnknownNameError(
+            f"{argument}: expected {''.join(f'{one!r} or ' for one in also)}one of {', '.join(LOGGERS)}, got {name!r}."
+            f"{nearest(name, [*LOGGERS, *also])} Fix: {argument}='tensorboard'"
+        )
+    kind = LOGGERS[name]
+    if kind.package and not is_installed(kind.package):
+        raise missing_package(kind.package, kind.extra, kind.path.partition(":")[2])
+
+
+def load_logger(name: str) -> type[Logger]:
+    """The class of that name; raises like `check_logger`."""
+    check_logger(name)
+    module, _, attribute = LOGGERS[name].path.partition(":")
+    loaded: type[Logger] = getattr(import_module(module), attribute)
+    return loaded
+
+
+def make_logger(name: str, /, **options: Any) -> Logger:
+    """A logger of that name.
+
+    Raises:
+        MissingPackageError: Its package is not installed.
+    """
+    kind = load_logger(name)
+    parameters = inspect.signature(kind).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        for option in options:
+            if option not in parameters:
+                raise UnknownNameError(
+                    f"{kind.__name__} has no argument {option!r}.{nearest(option, parameters)} "
+                    f"It has: {', '.join(parameters)}. Fix: remove it"
+                )
+    return kind(**options)
+
+
+# ------------------------------------------------------------------------------------------------- the loggers of a run
 
 
 def attach(loggers: Sequence[Logger], default_root: str | os.PathLike[str], rank: int = 0) -> None:
@@ -66,21 +153,21 @@ def attach_again(loggers: Sequence[Logger], default_root: str | os.PathLike[str]
 def default_logger() -> Logger:
     """What `Trainer(logger=True)` uses: a `TensorBoardLogger` if tensorboard is installed, else a `CSVLogger`."""
     try:
-        return TensorBoardLogger()
+        return make_logger("tensorboard")
     except MissingPackageError:
-        return CSVLogger()
+        return make_logger("csv")
 
 
 def states_of(loggers: Sequence[Logger], saved: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any] | None]:
     """For each logger its state in a checkpoint, `{"kind": …, "state": …}`, in the order of those of its class there."""
     left = list(saved)
-    found: list[Mapping[str, Any] | None] = []
+    states: list[Mapping[str, Any] | None] = []
     for logger in loggers:
         match = next((entry for entry in left if entry["kind"] == type(logger).__name__), None)
         if match is not None:
             left.remove(match)
-        found.append(None if match is None else match["state"])
-    return found
+        states.append(None if match is None else match["state"])
+    return states
 
 
 def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -89,12 +176,8 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
     Does nothing with one process, whose loggers choose their folders when they need them.
 
     Args:
-        loggers: the same on all processes.
-        world: the processes.
-        saved: states of the loggers in the checkpoint that the run resumes from; their folders are reused.
-
-    Raises:
-        ConfigurationError: a folder cannot be created; on all processes.
+        loggers: The same on all processes.
+        saved: States of the loggers in the checkpoint that the run resumes from; their folders are reused.
     """
     if world.size == 1 or not loggers:
         return
@@ -124,5 +207,5 @@ def _folder_values(logger: Logger) -> list[Any] | None:
     if not has_folder(logger):
         return None
     folder = logger._run_folder()
-    claimed(folder)
+    claim_folder(folder)
     return [str(folder.root), folder.version]

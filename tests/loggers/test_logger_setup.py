@@ -11,7 +11,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit import Trainer
 from trainkit.errors import MissingPackageError, UnknownNameError
 from trainkit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
-from trainkit.loggers.known_loggers import LOGGERS, load_logger, make_logger
+from trainkit.loggers.logger_setup import LOGGERS, load_logger, make_logger
 
 
 @pytest.mark.parametrize("name", LOGGERS)
