@@ -11,6 +11,7 @@ if __name__ != "trainkit.callbacks":
         "Fix: from trainkit.callbacks import EarlyStopping"
     )
 
+import re
 from typing import TYPE_CHECKING
 
 from trainkit.lazy import lazily
@@ -85,40 +86,13 @@ __all__ = [
     "WeightAveraging",
 ]
 
-_FILES = {
-    "BackboneFinetuning": "backbone_finetuning",
-    "BaseFinetuning": "base_finetuning",
-    "BasePredictionWriter": "base_prediction_writer",
-    "BatchSizeFinder": "batch_size_finder",
+_FILES = {name: re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower() for name in __all__} | {
     "Callback": ".callback",
-    "Checkpoint": "checkpoint",
-    "DeviceStatsMonitor": "device_stats_monitor",
     "EMAWeightAveraging": "exponential_moving_average",
-    "EarlyStopping": "early_stopping",
-    "ExponentialMovingAverage": "exponential_moving_average",
-    "GradientAccumulationScheduler": "gradient_accumulation_scheduler",
-    "GradientClipping": "gradient_clipping",
-    "LambdaCallback": "lambda_callback",
-    "LayerFreezing": "layer_freezing",
-    "LearningRateFinder": "learning_rate_finder",
-    "LearningRateMonitor": "learning_rate_monitor",
-    "MemoryMonitor": "memory_monitor",
-    "ModelCheckpoint": "model_checkpoint",
-    "ModelPruning": "model_pruning",
-    "ModelSummary": "model_summary",
     "NonFiniteGuard": "nonfinite_guard",
-    "OnExceptionCheckpoint": "on_exception_checkpoint",
-    "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress.progress_bar",
-    "RecompileMonitor": "recompile_monitor",
-    "RichModelSummary": "rich_model_summary",
     "RichProgressBar": "progress.rich_progress",
-    "SpikeDetection": "spike_detection",
-    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress.tqdm_progress",
-    "ThroughputMonitor": "throughput_monitor",
-    "Timer": "timer",
-    "WeightAveraging": "weight_averaging",
 }
 
 __getattr__, __dir__ = lazily(globals(), _FILES)

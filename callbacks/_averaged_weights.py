@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,18 +11,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
-from trainkit.callbacks._local_parts import local_part, part_of, stored_part
-from trainkit.distributed.dtensor_parts import is_dtensor
+from trainkit.distributed.dtensor_parts import is_dtensor, own_range, part_at
 from trainkit.errors import ConfigurationError
 from trainkit.optim.parameter_names import cleaned
 from trainkit.state.parts import TRAINED_WEIGHTS, trained_weights
-from trainkit.tagged_json.tensors import is_sharded_tensor
+from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["AveragedWeights"]
+__all__ = ["AveragedWeights", "local_part", "part_of", "stored_part"]
 
 
 class AveragedWeights(Callback):
@@ -235,7 +235,7 @@ class AveragedWeights(Callback):
 
 def _averaged_places(module: nn.Module, buffers: bool) -> tuple[dict[str, nn.Parameter], dict[str, tuple[nn.Module, str]]]:
     """The floating-point parameters and buffers that a checkpoint stores, by clean name; see `AveragedWeights._forget`."""
-    saved, seen, found = module.state_dict(), set(), {}
+    saved, seen, named_values = module.state_dict(), set(), {}
     for prefix, owner in module.named_modules():
         named: list[tuple[str, Tensor]] = [*owner.named_parameters(recurse=False)]
         if buffers:
@@ -245,18 +245,61 @@ def _averaged_places(module: nn.Module, buffers: bool) -> tuple[dict[str, nn.Par
             numeric = value.is_floating_point() or value.is_complex()
             if numeric and name in saved and id(value) not in seen and not is_lazy(value):
                 seen.add(id(value))  # a tied parameter has several names
-                found[name] = owner, attribute, value
-    parameters, places = {}, {}
-    for raw, name in cleaned(module, found).items():
-        owner, attribute, value = found[raw]
+                named_values[name] = owner, attribute, value
+    parameters, buffers_by_name = {}, {}
+    for raw, name in cleaned(module, named_values).items():
+        owner, attribute, value = named_values[raw]
         if isinstance(value, nn.Parameter):
             parameters[name] = value
         else:
-            places[name] = owner, attribute
-    return parameters, places
+            buffers_by_name[name] = owner, attribute
+    return parameters, buffers_by_name
 
 
 def _copy(value: Tensor, device: torch.device) -> Tensor:
     """A copy with at least 32 bits: steps of an average are too small for 16 bits."""
     narrow = value.is_floating_point() and value.element_size() < 4
     return value.detach().to(device, torch.float32 if narrow else value.dtype, copy=True)
+
+
+# ------------------------------------------------------------------------------------------ parts of sharded parameters
+
+
+def local_part(value: Any) -> Tensor:
+    """This rank's part of a parameter, in the same memory; all of it if it is not sharded. Called under `torch.no_grad`."""
+    part: Tensor = value.to_local() if is_dtensor(value) else value
+    return part
+
+
+def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's part of a whole tensor with the shape of a parameter; all of it if the parameter is not sharded."""
+    return part_at(whole, own_range(parameter)) if is_dtensor(parameter) else whole
+
+
+def stored_part(part: Tensor, parameter: Tensor, rank: int) -> Tensor:
+    """A part of a tensor with the shape of a parameter, in the form in which checkpoints save the whole tensor.
+
+    Args:
+        part: This rank's part.
+    """
+    if not is_dtensor(parameter):
+        return part
+    return ShardedTensor(parameter.shape, part.dtype, partial(_whole, part, parameter, rank))
+
+
+@torch.no_grad()
+def _whole(part: Tensor, parameter: Any, rank: int, owner: int | None) -> Tensor | None:
+    """The whole tensor on rank `owner`, or on all ranks if `owner` is `None`. Collective."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = parameter.device_mesh
+    tensor = part.to(mesh.device_type)  # of communication: an average may be on the host
+    for dimension, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            continue
+        one = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[dimension]]
+        shape = torch.Size(end - start for start, end in own_range(parameter, dimension + 1))
+        stride = torch.empty(shape, device="meta").stride()
+        along = [Shard(placement.dim)]
+        tensor = DTensor.from_local(tensor, one, along, run_check=False, shape=shape, stride=stride).full_tensor()
+    return tensor if owner in (None, rank) else None

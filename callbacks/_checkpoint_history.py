@@ -1,20 +1,24 @@
-"""The checkpoints that a `ModelCheckpoint` has saved: the best, the newest, and which can be removed."""
+"""The arguments of `ModelCheckpoint` and its history: which checkpoints are the best or the newest, and which can be removed.
+
+A name is filled from a template: `"{epoch:02d}-{val_loss:.2f}"`.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import yaml
 from torch import Tensor
 
-from trainkit.callbacks._checkpoint_arguments import DEFAULT_TEMPLATE, EQUALS, fill
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.checkpoint.commit import Committed
 from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, write_pointer
@@ -22,13 +26,184 @@ from trainkit.checkpoint.identify import checkpoint_identity
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.removal import remove
+from trainkit.checks import whole_number
 from trainkit.console import notice, prints_here
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, ConfigurationError, MissingMetricError, UnsupportedArgumentError, nearest
+from trainkit.module.monitors import how_to_log, not_logged
+from trainkit.paths import local_path
 
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
 __all__: list[str] = []
+
+COUNTERS = ("epoch", "step")
+DEFAULT_TEMPLATE = "step-{step:08d}"
+EQUALS = "="
+_FIX = "Fix: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
+
+
+def check_template(template: Any) -> None:
+    """Check that `template` can be filled, and that the result is a plain file name."""
+    if not isinstance(template, str) or not template:
+        raise ConfigurationError(f"ModelCheckpoint(filename=...) expected a template or None, got {template!r}. {_FIX}")
+    try:
+        parts = list(Formatter().parse(template))
+    except ValueError as error:
+        raise ConfigurationError(f"ModelCheckpoint(filename={template!r}): {error}. {_FIX}") from error
+    for literal, name, spec, conversion in parts:
+        if "/" in literal or "\\" in literal or ".." in literal:
+            raise ConfigurationError(
+                f"ModelCheckpoint(filename={template!r}) expected a plain name, got a path. "
+                f"The argument dirpath sets the folder. {_FIX}"
+            )
+        if name is not None:
+            _check_field(template, name, spec or "", conversion)
+    sample = fill(template, {name: 0 if name in COUNTERS else 0.5 for name in names_in(template)}, insert=False)
+    if sample == "last" or sample.startswith("."):
+        reason = "'last' is the pointer of save_last" if sample == "last" else "a name that starts with '.' is hidden"
+        raise ConfigurationError(f"ModelCheckpoint(filename={template!r}): {reason}. {_FIX}")
+
+
+def _check_field(template: str, name: str, spec: str, conversion: str | None) -> None:
+    example: int | float = 0 if name in COUNTERS else 0.5
+    kind = "a whole number" if name in COUNTERS else "a float"
+    try:
+        if not name or conversion or "{" in spec:
+            raise ValueError("a field is a name and, after a colon, a format")
+        format(example, spec)
+    except ValueError as error:
+        field = name + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
+        raise ConfigurationError(
+            f"ModelCheckpoint(filename={template!r}): {{{field}}} cannot be filled with {kind}: {error}. {_FIX}"
+        ) from error
+
+
+def names_in(template: str) -> list[str]:
+    """The metrics and counters in the template, each once."""
+    return list(dict.fromkeys(name for _, name, _, _ in Formatter().parse(template) if name is not None))
+
+
+def fill(template: str, values: Mapping[str, Any], *, insert: bool, known: Iterable[str] = (), equals: str = EQUALS) -> str:
+    """Fill the template.
+
+    Args:
+        template: Checked by `check_template`.
+        values: Numbers, or tensors of one element, by name.
+        insert: Insert `name=` before each value.
+        known: Other logged names, for the message.
+        equals: The text between name and value.
+    """
+    text = ""
+    for literal, name, spec, _ in Formatter().parse(template):
+        text += literal
+        if name is None:
+            continue
+        if name not in values:
+            logged = sorted({*values, *known})
+            raise MissingMetricError(
+                f"ModelCheckpoint(filename={template!r}) needs {name!r}, which was not logged. Known: "
+                f"{', '.join(map(repr, logged)) or 'nothing'}.{nearest(name, logged)} Fix: log it, self.log({name!r}, value), "
+                "or remove it from filename"
+            )
+        number = int(values[name]) if name in COUNTERS else float(values[name])
+        text += (f"{name}{equals}" if insert else "") + format(number, spec or "")
+    return "".join("_" if character in "/\\" or ord(character) < 32 else character for character in text)
+
+
+def default_name(unknown: list[str], all_logged: bool, validates: bool) -> str:
+    """The notice that a name is the default one.
+
+    Args:
+        unknown: The metrics in the template that were not logged.
+        all_logged: Whether all metrics have been logged.
+        validates: Whether the fit has validations.
+    """
+    text = f"ModelCheckpoint: {', '.join(unknown)} in filename was {'never logged' if all_logged else 'not logged yet'}"
+    until = f" It must be logged by the end of the first epoch{' with a validation' if validates else ''}."
+    return f"{text}, so the default name is used." + ("" if all_logged else until)
+
+
+def missing(trainer: Trainer, monitor: str, logged: Iterable[str]) -> MissingMetricError:
+    """The error for a monitor that was never logged."""
+    return MissingMetricError(f"{not_logged(trainer, 'ModelCheckpoint', monitor, logged)} {how_to_log(monitor)}.")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """The absolute path of a folder, or of the staging folder of a URL."""
+    return os.path.abspath(local_path(path, "dirpath"))
+
+
+def check_folder(dirpath: Any) -> None:
+    """Check that `dirpath` is a folder, a URL or None."""
+    is_path = isinstance(dirpath, str | os.PathLike) and os.fspath(dirpath) != ""
+    if is_path:
+        local_path(dirpath, "dirpath")
+    elif dirpath is not None:
+        raise ConfigurationError(
+            f"ModelCheckpoint(dirpath=...) expected a folder, a URL or None, got {dirpath!r}. "
+            "Fix: ModelCheckpoint(dirpath='runs/checkpoints')"
+        )
+
+
+def check_kept(monitor: Any, save_top_k: Any, keep_last: Any, save_last: Any) -> None:
+    """Check the arguments that determine which checkpoints to keep."""
+    if monitor is not None and (not isinstance(monitor, str) or not monitor):
+        raise ConfigurationError(
+            f"ModelCheckpoint(monitor=...) expected the name of a logged metric or None, got {monitor!r}. "
+            "Fix: ModelCheckpoint(monitor='val_loss'), and in validation_step: self.log('val_loss', loss)"
+        )
+    whole_number(save_top_k, "ModelCheckpoint(save_top_k=)", -1)
+    whole_number(keep_last, "ModelCheckpoint(keep_last=)", -1)
+    if save_last not in (None, True, False, "link"):
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_last=...) expected True, False, 'link' or None, got {save_last!r}. Fix: save_last=True; the "
+            "file 'last' then contains the name of the newest checkpoint, and nothing is copied"
+        )
+    if monitor is None and save_top_k > 1:
+        raise ConfigurationError(
+            f"ModelCheckpoint(save_top_k={save_top_k}) expected a monitor that ranks checkpoints. Fix: "
+            f"monitor='val_loss' or, to keep the newest, keep_last={save_top_k}"
+        )
+    if keep_last == 0 and (save_top_k == 0 or (monitor is None and save_top_k != -1)):
+        raise ConfigurationError(
+            "ModelCheckpoint(keep_last=0) keeps only the best checkpoints, which need a monitor and save_top_k. Fix: "
+            "keep_last=1 to keep the newest, or monitor='val_loss'"
+        )
+
+
+# Constants of Lightning's ModelCheckpoint that cannot be changed here: the value, and what to do instead.
+_FIXED: dict[str, tuple[Any, str]] = {
+    "CHECKPOINT_JOIN_CHAR": ("-", "write the characters in filename: filename='{epoch}_{step}'"),
+    "CHECKPOINT_NAME_LAST": ("last", "remove it, and resume with ckpt_path='last', whatever the name of the checkpoint"),
+    "FILE_EXTENSION": ("", "remove it: a checkpoint is a folder. Or write it in filename: filename='{epoch}.ckpt'"),
+    "STARTING_VERSION": (1, "remove it"),
+}
+
+
+def check_constants(callback: object) -> None:
+    """Check that no constant was changed that trainkit cannot follow, because it finds checkpoints by their names."""
+    for name, (value, fix) in _FIXED.items():
+        now = getattr(callback, name)
+        if now != value:
+            raise UnsupportedArgumentError(
+                f"{type(callback).__name__}.{name} is {now!r}, but names of checkpoints always have {value!r} here. Fix: {fix}"
+            )
+
+
+def check_interval(interval: Any) -> timedelta | None:
+    """Check `train_time_interval`; 0 is None."""
+    if interval is None or (type(interval) is int and interval == 0):
+        return None
+    if not isinstance(interval, timedelta) or interval < timedelta(0):
+        raise ConfigurationError(
+            f"ModelCheckpoint(train_time_interval=...) expected a timedelta that is not negative, or None, got {interval!r}. "
+            "Fix: ModelCheckpoint(train_time_interval=timedelta(hours=1))"
+        )
+    return interval
+
+
+# -------------------------------------------------------------------------------------------------- what has been saved
 
 
 @dataclass
@@ -131,19 +306,13 @@ class CheckpointHistory(Checkpoint):
         """Whether a checkpoint with a value of `monitor` would be one of the `save_top_k` best. All processes must call it.
 
         Args:
-            trainer: The trainer.
             current: The value; that of the main process counts. None and NaN are never among the best.
         """
         among = current is not None and "" in self._best_with("", score_of(float(current)))
         return bool(trainer.strategy.world.from_main(among))
 
     def file_exists(self, filepath: str | os.PathLike[str], trainer: Trainer) -> bool:
-        """Whether the main process sees something at a path. All processes must call it, and get the same answer.
-
-        Args:
-            filepath: The path.
-            trainer: The trainer.
-        """
+        """Whether the main process sees something at a path. All processes must call it, and get the same answer."""
         return bool(trainer.strategy.world.from_main(os.path.lexists(filepath)))
 
     def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
@@ -178,13 +347,13 @@ class CheckpointHistory(Checkpoint):
         name = name if prefix is None else f"{prefix}-{name}"
         return os.path.join(self.dirpath or "", name if ver is None else f"{name}-v{ver}")
 
-    def best_in(self, found: Sequence[ListedCheckpoint]) -> str:
+    def best_in(self, listed: Sequence[ListedCheckpoint]) -> str:
         """The best of the checkpoints that the newest run of such a callback has saved; "" if there is none.
 
         Such a callback has the same monitor and mode; when it saves does not matter. It reads only the manifests, so
         weights-only checkpoints count too, and those whose parameters are not finite do not.
         """
-        manifests = [(str(one.path), one.manifest) for one in found if one.manifest is not None and not one.problem]
+        manifests = [(str(one.path), one.manifest) for one in listed if one.manifest is not None and not one.problem]
         manifests = [(path, manifest) for path, manifest in manifests if self._ranks_like(manifest.saved_by)]
         if self.monitor is None:
             return manifests[0][0] if manifests else ""
@@ -223,19 +392,19 @@ class CheckpointHistory(Checkpoint):
         displaced = [known for known in [*self.best_k_models, *newest] if known not in best and same.fullmatch(known)]
         if not os.path.lexists(path):
             return name, False
-        own = self._saved_in(folder, run_id)
-        if path in own and own[path].finite is False:
+        saved = self._list_saved(folder, run_id)
+        if path in saved and saved[path].finite is False:
             return name, True
-        return next(((os.path.basename(known), True) for known in displaced if known in own), (name, False))
+        return next(((os.path.basename(known), True) for known in displaced if known in saved), (name, False))
 
-    def _saved_in(self, folder: Path, run_id: str) -> dict[str, Manifest]:
+    def _list_saved(self, folder: Path, run_id: str) -> dict[str, Manifest]:
         """The good checkpoints of this run and callback in a folder: path → manifest."""
         return {
-            str(found.path): found.manifest
-            for found in list_checkpoints(folder)
-            if found.manifest is not None
-            and found.problem is None
-            and (found.manifest.run_id, found.manifest.saved_by) == (run_id, self.state_key)
+            str(listed.path): listed.manifest
+            for listed in list_checkpoints(folder)
+            if listed.manifest is not None
+            and listed.problem is None
+            and (listed.manifest.run_id, listed.manifest.saved_by) == (run_id, self.state_key)
         }
 
     def _add(self, save: Save, path: Path) -> None:
@@ -281,12 +450,12 @@ class CheckpointHistory(Checkpoint):
         try:
             if self.save_last and (written.finite or not self._finite):  # `last` is for resuming
                 write_pointer(path.parent, path.name, link=self.save_last == "link")
-            for old in self._outdated(save, checkpointing.run_id, written.finite):
+            for old in self._list_outdated(save, checkpointing.run_id, written.finite):
                 remove(Path(old))
         except (CheckpointError, OSError) as error:  # the checkpoint is saved; the next save tries again
             notice(f"ModelCheckpoint: {path} is saved, but: {error}")
 
-    def _outdated(self, save: Save, run_id: str, finite: bool) -> list[str]:
+    def _list_outdated(self, save: Save, run_id: str, finite: bool) -> list[str]:
         """The checkpoints of this run and callback that `save` makes unnecessary, the oldest first.
 
         Those whose parameters are not finite go before all others, and never make the newest of the others unnecessary.
@@ -294,8 +463,8 @@ class CheckpointHistory(Checkpoint):
         if self.keep_last == -1 or (self.monitor is None and self.save_top_k == -1):
             return []
         protected = {*save.best, *self.best_k_models, save.path}
-        own = self._saved_in(Path(save.path).parent, run_id)
-        order = sorted((one.finite is not False, one.save_counter, path) for path, one in own.items())
+        saved = self._list_saved(Path(save.path).parent, run_id)
+        order = sorted((one.finite is not False, one.save_counter, path) for path, one in saved.items())
         rest = [path for _, _, path in order if path not in protected]
         keep = self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it counts as one of the newest
         newest = order[-1][-1] if order and order[-1][0] and not finite else ""
@@ -304,10 +473,10 @@ class CheckpointHistory(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         return {
             "dirpath": self.dirpath,
-            "best_k_models": {self._stored(path): float(score) for path, score in self.best_k_models.items()},
-            "displaced": {self._stored(path): float(score) for path, score in self._displaced.items()},
-            "last_model_path": self._stored(self.last_model_path),
-            "finite_paths": [self._stored(path) for path in self._finite],
+            "best_k_models": {self._relative_path(path): float(score) for path, score in self.best_k_models.items()},
+            "displaced": {self._relative_path(path): float(score) for path, score in self._displaced.items()},
+            "last_model_path": self._relative_path(self.last_model_path),
+            "finite_paths": [self._relative_path(path) for path in self._finite],
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
@@ -325,7 +494,7 @@ class CheckpointHistory(Checkpoint):
         self._finite = tuple(path for path in finite if _may_be_best(path))
         self.current_score = None if state_dict["current_score"] is None else score_of(state_dict["current_score"])
 
-    def _stored(self, path: str) -> str:
+    def _relative_path(self, path: str) -> str:
         """Relative to `dirpath` if it is inside, so that the folder can be moved."""
         folder, name = os.path.split(path)
         return name if folder == self.dirpath else path

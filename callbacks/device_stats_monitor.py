@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.callback import Callback
-from trainkit.callbacks._memory import device_gauge
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, MissingPackageError
 
@@ -119,8 +118,8 @@ class DeviceStatsMonitor(Callback):
         stats: dict[str, float] = {}
         if self._device.type == "cuda":
             stats |= torch.cuda.memory_stats(self._device)
-        elif (gauge := device_gauge(self._device)) is not None:
-            stats["allocated_bytes.all.current"] = gauge.used
+        elif self._device.type == "mps":
+            stats["allocated_bytes.all.current"] = torch.mps.current_allocated_memory()
         return stats | _cpu_stats() if self._reads_cpu else stats
 
 

@@ -151,10 +151,10 @@ class LearningRateFinder(Callback):
         return is_overridden(self, "on_fit_start", LearningRateFinder)
 
     def state_dict(self) -> dict[str, Any]:
-        found = self.optimal_lr
-        if found is None:
+        result = self.optimal_lr
+        if result is None:
             return {}
-        return {**vars(found), "results": {name: list(v) for name, v in found.results.items()}, "epoch": self._epoch}
+        return {**vars(result), "results": {name: list(v) for name, v in result.results.items()}, "epoch": self._epoch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self.optimal_lr = None

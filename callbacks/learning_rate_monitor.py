@@ -89,7 +89,7 @@ class LearningRateMonitor(Callback):
         self._names.clear()
         self._bases.clear()
         self._intervals.clear()
-        for index, (optimizer, base) in enumerate(zip(trainer.optimizers, _numbered(bases), strict=True)):
+        for index, (optimizer, base) in enumerate(zip(trainer.optimizers, _number_names(bases), strict=True)):
             self._bases[id(optimizer)], self._names[id(optimizer)] = base, _group_names(optimizer, base)
             own = configs[index].interval if index in configs else "step"
             self._intervals[id(optimizer)] = self.logging_interval or own
@@ -138,7 +138,7 @@ def _is_short(trainer: Trainer) -> bool:
     return trainer.num_training_batches / trainer.accumulate_grad_batches < every
 
 
-def _numbered(bases: list[str]) -> list[str]:
+def _number_names(bases: list[str]) -> list[str]:
     """`[a, a, b]` as `[a, a-1, b]`."""
     seen: Counter[str] = Counter()
     names = []

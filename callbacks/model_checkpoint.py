@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from trainkit.callbacks._checkpoint_arguments import (
+from trainkit.callbacks._checkpoint_history import (
     COUNTERS,
     DEFAULT_TEMPLATE,
+    CheckpointHistory,
+    Save,
     absolute,
     check_constants,
     check_folder,
@@ -25,8 +27,8 @@ from trainkit.callbacks._checkpoint_arguments import (
     fill,
     missing,
     names_in,
+    score_of,
 )
-from trainkit.callbacks._checkpoint_history import CheckpointHistory, Save, score_of
 from trainkit.checks import choice, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, Preempted, nearest

@@ -207,7 +207,7 @@ class ModelPruning(Callback):
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         saved, found = checkpoint["state_dict"], checkpoint.get(_PRUNED)
         kept = {n: t for n, t in found.items() if isinstance(t, Tensor)} if isinstance(found, Mapping) else {}
-        for name, (layer, attribute) in self._resolved(module).items():
+        for name, (layer, attribute) in self._parameter_slots(module).items():
             original, mask, masked = f"{name}_orig", f"{name}_mask", hasattr(layer, f"{attribute}_mask")
             if trainer.stage == "fit" and not masked and (mask in saved or mask in kept):
                 prune.identity(layer, attribute)  # the mask and the values are loaded after this hook
@@ -217,7 +217,7 @@ class ModelPruning(Callback):
                 saved[original], saved[mask] = kept.get(original, value), kept.get(mask, torch.ones_like(value))
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        pairs = self._resolved(module)
+        pairs = self._parameter_slots(module)
         if self._resets and not self._originals:
             self._originals = {name: _original(*pair).detach().clone() for name, pair in pairs.items()}
 
@@ -252,7 +252,7 @@ class ModelPruning(Callback):
         )
         with torch.inference_mode(False), torch.no_grad():
             self._refresh()
-            before = self._pruned()
+            before = self._count_pruned()
             self.apply_pruning(amount)
             if self._resets(epoch) if callable(self._resets) else self._resets:
                 self.apply_lottery_ticket_hypothesis()
@@ -267,7 +267,7 @@ class ModelPruning(Callback):
             if hasattr(layer, f"{name}_mask"):
                 setattr(layer, name, getattr(layer, f"{name}_orig") * getattr(layer, f"{name}_mask"))
 
-    def _pruned(self) -> dict[str, tuple[int, int]]:
+    def _count_pruned(self) -> dict[str, tuple[int, int]]:
         """For each parameter the number of elements that are pruned, and of all."""
         masks = {name: getattr(layer, f"{attribute}_mask", None) for name, (layer, attribute) in self._pairs.items()}
         return {
@@ -276,14 +276,14 @@ class ModelPruning(Callback):
         }
 
     def _report(self, epoch: int, before: dict[str, tuple[int, int]]) -> None:
-        after = self._pruned()
+        after = self._count_pruned()
         total = sum(number for _, number in after.values())
         first, second = (sum(number for number, _ in found.values()) for found in (before, after))
         notice(f"epoch {epoch}: ModelPruning: {first} → {second} of {total} elements are zero ({second / total:.1%}).")
         for name, (number, whole) in after.items() if self._verbose == 2 else ():
             notice(f"  {name}: {before[name][0]} → {number} of {whole}")
 
-    def _resolved(self, module: TrainModule) -> dict[str, tuple[nn.Module, str]]:
+    def _parameter_slots(self, module: TrainModule) -> dict[str, tuple[nn.Module, str]]:
         """The parameters to prune, by name, now that the strategy has prepared the module."""
         if not self._pairs:
             layers = dict(module.named_modules())

@@ -195,7 +195,7 @@ class StochasticWeightAveraging(AveragedWeights):
             layer.reset_running_stats()
             layer.momentum = None  # the mean over all batches
         try:
-            with _nothing_logged(module), torch.no_grad(), trainer.strategy.forward_context():
+            with _without_logging(module), torch.no_grad(), trainer.strategy.forward_context():
                 self._run_training_steps(trainer, module, layers)
         finally:
             for layer, momentum in momenta:
@@ -277,12 +277,12 @@ def _average_over_ranks(trainer: Trainer, layers: list[Any]) -> None:
 
 
 @contextmanager
-def _nothing_logged(module: TrainModule) -> Iterator[None]:
+def _without_logging(module: TrainModule) -> Iterator[None]:
     """Within it, what the module logs is dropped; afterwards its torchmetrics objects have their states from before."""
     before = copy.deepcopy(capture_objects(module))
     names = ("log", "log_dict")
     for name in names:
-        module.__dict__[name] = _dropped
+        module.__dict__[name] = _ignore
     try:
         yield
     finally:
@@ -291,5 +291,5 @@ def _nothing_logged(module: TrainModule) -> Iterator[None]:
         restore_objects(module, before)
 
 
-def _dropped(*args: Any, **kwargs: Any) -> None:
+def _ignore(*args: Any, **kwargs: Any) -> None:
     """Replaces `log`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 
 from trainkit.callback import Callback
-from trainkit.callbacks._peak_flops import peak_flops
 from trainkit.checks import function, real_number, whole_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
 __all__ = ["ThroughputMonitor"]
+
 
 _MOST_SHAPES = 32
 
@@ -158,7 +159,7 @@ class ThroughputMonitor(Callback):
         if flops is not None:
             self._flops += flops(batch) if callable(flops) else flops
         elif self._counts and samples > 0:
-            self._flops += self._counted(trainer, module, batch, batch_idx)
+            self._flops += self._count_flops(trainer, module, batch, batch_idx)
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.accelerator.sync_gradients:
@@ -211,14 +212,14 @@ class ThroughputMonitor(Callback):
             rates["throughput/mfu"] = flops / self._peak
         return rates
 
-    def _counted(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> float:
+    def _count_flops(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> float:
         """The FLOPs of a batch; 0 if they are unknown."""
         shapes = tuple(leaf.shape for leaf in leaves(batch) if isinstance(leaf, Tensor))
         known = self._by_shapes.get(shapes)
         if known is not None:
             return known
         if len(self._by_shapes) == _MOST_SHAPES:
-            return self._estimated(shapes)
+            return self._estimate_flops(shapes)
         model = module if self._unsharded is None else self._unsharded
         try:
             flops = step_flops(model, batch, batch_idx, trainer.precision_plugin, trainer.strategy.device, trainer)
@@ -237,7 +238,7 @@ class ThroughputMonitor(Callback):
             self.flops_per_sample = flops / self._batch_samples
         return flops
 
-    def _estimated(self, shapes: tuple[torch.Size, ...]) -> float:
+    def _estimate_flops(self, shapes: tuple[torch.Size, ...]) -> float:
         """The FLOPs of a batch of one more shape, from the mean per element of the shapes that were counted."""
         if not self._estimates:
             self._estimates = True
@@ -261,3 +262,72 @@ def _known_peak(trainer: Trainer, device: torch.device) -> float | None:
         return None
     dtype = trainer.precision_plugin.autocast_dtype or trainer.precision_plugin.parameter_dtype
     return peak_flops(torch.cuda.get_device_name(device), dtype, tf32=torch.get_float32_matmul_precision() != "highest")
+
+
+# ---------------------------------------------------------------------------------------------------------- peak FLOP/s
+
+
+class _Peak(NamedTuple):
+    """TFLOP/s of dense matrix products, from the vendor's data sheet; None: not in hardware."""
+
+    half: float | None  # float16 with float32 accumulation, on tensor cores
+    bfloat16: float | None
+    tf32: float | None
+    float32: float
+
+
+# Words in a device's name, most specific first. Numbers with 2:4 sparsity, in data sheets since Ampere, are halved.
+_PEAKS: list[tuple[tuple[str, ...], _Peak]] = [
+    # NVIDIA HGX B200 data sheet, per GPU
+    (("B200",), _Peak(2250.0, 2250.0, 1125.0, 75.0)),
+    # NVIDIA H200 data sheet (SXM)
+    (("H200",), _Peak(989.0, 989.0, 494.5, 67.0)),
+    # NVIDIA H100 data sheet: NVL, PCIe, SXM
+    (("H100", "NVL"), _Peak(835.0, 835.0, 417.5, 60.0)),
+    (("H100", "PCIE"), _Peak(756.0, 756.0, 378.0, 51.0)),
+    (("H100",), _Peak(989.0, 989.0, 494.5, 67.0)),
+    # NVIDIA A100 data sheet (all forms)
+    (("A100",), _Peak(312.0, 312.0, 156.0, 19.5)),
+    # NVIDIA A40, A30 and A10 data sheets
+    (("A40",), _Peak(149.7, 149.7, 74.8, 37.4)),
+    (("A30",), _Peak(165.0, 165.0, 82.0, 10.3)),
+    (("A10",), _Peak(125.0, 125.0, 62.5, 31.2)),
+    # NVIDIA L40S, L40 and L4 data sheets
+    (("L40S",), _Peak(362.0, 362.0, 183.0, 91.6)),
+    (("L40",), _Peak(181.0, 181.0, 90.5, 90.5)),
+    (("L4",), _Peak(121.0, 121.0, 60.0, 30.3)),
+    # NVIDIA Ada and GA102 white papers (float32 accumulation)
+    (("RTX", "4090"), _Peak(165.2, 165.2, 82.6, 82.6)),
+    (("RTX", "3090"), _Peak(71.0, 71.0, 35.6, 35.6)),
+    # NVIDIA V100 data sheet (SXM2, PCIe) and T4 data sheet: no bfloat16, no TF32
+    (("V100", "SXM2"), _Peak(125.0, None, None, 15.7)),
+    (("V100", "PCIE"), _Peak(112.0, None, None, 14.0)),
+    (("T4",), _Peak(65.0, None, None, 8.1)),
+    # AMD Instinct MI300X data sheet
+    (("MI300X",), _Peak(1307.4, 1307.4, 653.7, 163.4)),
+]
+
+# Parts of a chip, and slower chips under the name of a faster one.
+_NOT_THE_SAME = {"MIG", "LAPTOP", "MOBILE", "MAX", "D", "TI"}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+    """Peak FLOP/s of a device in matrix products of a dtype, or None if unknown.
+
+    Args:
+        device_name: Of `torch.cuda.get_device_name`.
+        dtype: bfloat16, float16 or float32.
+        tf32: Whether float32 products may use TF32.
+    """
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    if words & _NOT_THE_SAME:
+        return None
+    for name_words, peak in _PEAKS:
+        if words.issuperset(name_words):
+            teraflops = {
+                torch.float16: peak.half,
+                torch.bfloat16: peak.bfloat16,
+                torch.float32: (peak.tf32 or peak.float32) if tf32 else peak.float32,
+            }.get(dtype)
+            return None if teraflops is None else teraflops * 1e12
+    return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from trainkit.callbacks.progress._staged import Display, Kind, StagedProgressBar, StageProgress
+from trainkit.callbacks.progress._stages import Display, Kind, StageProgress, StageProgressBar
 from trainkit.checks import real_number
 from trainkit.console import OutputStream, printable
 from trainkit.errors import ConfigurationError, missing_package
@@ -91,7 +91,7 @@ class _RichDisplay(Display):
             self.progress.refresh()
 
 
-class RichProgressBar(StagedProgressBar):
+class RichProgressBar(StageProgressBar):
     """Shows what `TQDMProgressBar` shows, drawn in color by the package rich: `pip install 'trainkit-torch[rich]'`.
 
     Where standard output is neither a terminal nor a notebook, it prints lines, as `TQDMProgressBar` does. While it shows bars,
@@ -111,7 +111,7 @@ class RichProgressBar(StagedProgressBar):
 
     Raises:
         ConfigurationError: `refresh_rate` is not a number of at least 0, or `theme` is not a `RichProgressBarTheme`.
-        MissingPackageError: rich is not installed.
+        MissingPackageError: Rich is not installed.
 
     Example:
         ```python

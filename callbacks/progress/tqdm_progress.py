@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from trainkit.callbacks.progress._staged import Display, Kind, StagedProgressBar, StageProgress
+from trainkit.callbacks.progress._stages import Display, Kind, StageProgress, StageProgressBar
 from trainkit.checks import whole_number
 from trainkit.console import OutputStream, echo, notice, printable
 from trainkit.lazy import lazily
@@ -81,7 +81,7 @@ class _TQDMDisplay(Display):
         self.bar.close()
 
 
-class TQDMProgressBar(StagedProgressBar):
+class TQDMProgressBar(StageProgressBar):
     """Shows a bar for training, and one each for the sanity check, validation, test and prediction.
 
     On a terminal, and as widgets in a notebook with ipywidgets, bars are refreshed at most ten times a second. Elsewhere (a log
@@ -104,7 +104,7 @@ class TQDMProgressBar(StagedProgressBar):
         leave: Keep the training bar of each epoch on the screen, not only the last one.
 
     Attributes:
-        BAR_FORMAT: tqdm's `bar_format`; None for its default.
+        BAR_FORMAT: Tqdm's `bar_format`; None for its default.
 
     Raises:
         ConfigurationError: An argument is not an integer of at least 0.

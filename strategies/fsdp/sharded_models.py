@@ -181,11 +181,13 @@ class ShardedModels:
             self.note_weights_changed()
 
     def stored_weights(self, module: nn.Module) -> dict[int, ShardedTensor]:
+        """See `trainkit.Strategy.stored_weights`."""
         self.reshard()
         inside = {id(parameter) for parameter in module.parameters()}
         return {id(p): model.shards.sharded_tensor(p, p) for model in self._models for p in model.sharded if id(p) in inside}
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
+        """See `trainkit.Strategy.load_weights`."""
         for model in self._models:
             for parameter in model.sharded:
                 if parameter in values:

@@ -314,9 +314,11 @@ class InMemory:
         self._tensor = tensor.detach().view(-1)[first:last]
 
     def read(self) -> Tensor:
+        """See `Shard.read`."""
         return self._tensor
 
     def write(self, values: Tensor) -> None:
+        """See `Shard.write`."""
         self._tensor.copy_(values)
 
 

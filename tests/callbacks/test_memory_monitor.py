@@ -12,14 +12,13 @@ import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.worlds.worlds import run_world
 
-from trainkit.callbacks import MemoryMonitor, _memory, memory_monitor
-from trainkit.callbacks._memory import Gauge, Memory
-from trainkit.callbacks.memory_monitor import ProcessMemory, StageMemory
+from trainkit.callbacks import MemoryMonitor, memory_monitor
+from trainkit.callbacks.memory_monitor import Gauge, Memory, ProcessMemory, StageMemory
 from trainkit.errors import ConfigurationError
 
 MB = 10**6
 SLACK = 30 * MB  # tolerance for other memory of the process
-resets = pytest.mark.skipif(not _memory._reset_host(), reason="needs a Linux where the peak can be set back")
+resets = pytest.mark.skipif(not memory_monitor._reset_host(), reason="needs a Linux where the peak can be set back")
 
 
 @contextmanager
@@ -123,7 +122,7 @@ def test_the_host_is_measured() -> None:
     """The peak includes 150 MB that were used and freed in the stage, but not 300 MB that were freed before it."""
     with taken(300 * MB):
         pass
-    gauge = _memory.host_gauge()
+    gauge = memory_monitor.host_gauge()
     assert gauge is not None
     gauge.begin("stage")
     with taken(50 * MB):
@@ -140,7 +139,7 @@ def test_the_host_is_measured() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_device_is_measured() -> None:
     """Sizes are in bytes; they are multiples of 512, to which the caching allocator of PyTorch rounds."""
-    gauge = _memory.device_gauge(torch.device("cuda", 0))
+    gauge = memory_monitor.device_gauge(torch.device("cuda", 0))
     assert gauge is not None
     gauge.begin("stage")
     kept = torch.empty(512 * 100, dtype=torch.uint8, device="cuda:0")
@@ -157,16 +156,16 @@ def test_where_the_host_cannot_be_measured(monkeypatch: pytest.MonkeyPatch, tmp_
     status = tmp_path / "status"
     if text is not None:
         status.write_text(text)
-    monkeypatch.setattr(_memory, "_STATUS", status)
-    assert _memory.host_gauge() is None
+    monkeypatch.setattr(memory_monitor, "_STATUS", status)
+    assert memory_monitor.host_gauge() is None
 
 
 def test_what_the_kernel_says_is_in_units_of_1024_bytes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nVmHWM:\t    13 kB\nVmRSS:\t    12 kB\nRssAnon:\t 7 kB\n")
-    monkeypatch.setattr(_memory, "_STATUS", status)
-    monkeypatch.setattr(_memory, "_CLEAR", tmp_path)  # a folder cannot be written to, so the peak cannot be reset
-    gauge = _memory.host_gauge()
+    monkeypatch.setattr(memory_monitor, "_STATUS", status)
+    monkeypatch.setattr(memory_monitor, "_CLEAR", tmp_path)  # a folder cannot be written to, so the peak cannot be reset
+    gauge = memory_monitor.host_gauge()
     assert gauge is not None
     gauge.begin("stage")
     assert gauge.end("stage") == Memory(12 * 1024, 12 * 1024, 13 * 1024, "at most")

@@ -194,7 +194,7 @@ def test_a_flag_on_its_way_from_a_device_is_read_when_it_has_arrived(trainer, mo
         copies.append(Copy(flag))
         return copies[-1].host, copies[-1]
 
-    monkeypatch.setattr(nonfinite_guard, "copying_to_host", queue)
+    monkeypatch.setattr(nonfinite_guard, "copy_to_host", queue)
     callback = NonFiniteGuard()
     callback.on_train_start(trainer, module)
     update(callback, trainer, module, [1.0])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trainkit.callbacks import EarlyStopping, MemoryMonitor, ModelCheckpoint, NonFiniteGuard, Timer, memory_monitor
-from trainkit.callbacks._memory import Gauge
+from trainkit.callbacks.memory_monitor import Gauge
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.callbacks.progress.tqdm_progress import TQDMProgressBar
 from trainkit.distributed.requested_devices import RequestedDevices

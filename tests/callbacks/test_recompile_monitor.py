@@ -15,7 +15,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from torch import Tensor, nn
 
 from trainkit.callbacks import RecompileMonitor, recompile_monitor
-from trainkit.callbacks._graph_inputs import inputs_of_batch, numbers_in
+from trainkit.callbacks.recompile_monitor import inputs_of_batch, numbers_in
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
 from trainkit.micro_batch import WHOLE_WINDOW

@@ -222,7 +222,7 @@ def test_losses_are_copied_without_waiting(trainer: Any, module: Any, monkeypatc
 
     waited: list[int] = []
     event = SimpleNamespace(synchronize=lambda: waited.append(1))
-    monkeypatch.setattr(spike_detection, "copying_to_host", lambda value: (value, event))
+    monkeypatch.setattr(spike_detection, "copy_to_host", lambda value: (value, event))
     callback = SpikeDetection()
     callback.on_train_batch_end(trainer, module, {"loss": torch.tensor(1.0)}, None, 0)
     assert waited == []

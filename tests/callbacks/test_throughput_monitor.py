@@ -9,7 +9,7 @@ import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit.callbacks import LambdaCallback, ThroughputMonitor, throughput_monitor
-from trainkit.callbacks._peak_flops import peak_flops
+from trainkit.callbacks.throughput_monitor import peak_flops
 from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError

@@ -16,13 +16,13 @@ from helpers.worlds.worlds import run_world
 from rich.progress import TextColumn
 
 from trainkit.callbacks import RichProgressBar
-from trainkit.callbacks.progress import RichProgressBarTheme, _staged
+from trainkit.callbacks.progress import RichProgressBarTheme, _stages
 from trainkit.errors import ConfigurationError, MissingPackageError
 
 
 @pytest.fixture(autouse=True)
 def _stopped_clock(clock, monkeypatch) -> None:
-    monkeypatch.setattr(_staged, "time", clock)
+    monkeypatch.setattr(_stages, "time", clock)
     monkeypatch.setenv("TERM", "xterm")
 
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from trainkit import Trainer
 from trainkit.callbacks import TQDMProgressBar
-from trainkit.callbacks.progress import _staged, tqdm_progress
+from trainkit.callbacks.progress import _stages, tqdm_progress
 from trainkit.errors import ConfigurationError, NotAvailableError
 
 
@@ -37,7 +37,7 @@ class Terminal:
 
 @pytest.fixture(autouse=True)
 def _stopped_clock(clock, monkeypatch) -> None:
-    monkeypatch.setattr(_staged, "time", clock)
+    monkeypatch.setattr(_stages, "time", clock)
 
 
 @pytest.fixture
@@ -486,7 +486,7 @@ def test_the_loss_in_lines(make_trainer, capsys) -> None:
 
 def test_the_device_is_read_when_the_bar_is_drawn_only(make_trainer, terminal, clock, monkeypatch) -> None:
     reads = []
-    monkeypatch.setattr(_staged, "read", lambda values: reads.append(1) or [0.0] * len(values))
+    monkeypatch.setattr(_stages, "read", lambda values: reads.append(1) or [0.0] * len(values))
 
     class Fast(Silent):
         def training_step(self, batch, batch_idx):

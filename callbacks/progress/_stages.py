@@ -1,4 +1,4 @@
-"""`StagedProgressBar`: the stages of a run, when to draw each, and with which values. How to draw: its subclasses."""
+"""`StageProgressBar`: the stages of a run, when to draw each, and with which values. How to draw: its subclasses."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class StageProgress:
             self.display = None
 
 
-class StagedProgressBar(ProgressBar):
+class StageProgressBar(ProgressBar):
     """The hooks of progress bars. A subclass draws.
 
     Args:
@@ -264,8 +264,8 @@ class StagedProgressBar(ProgressBar):
     def _description_of(self, kind: Kind) -> str:
         """The text before the bar of a stage."""
         description, _, batches = _PROPERTIES[kind]
-        several = batches is not None and len(getattr(self.trainer, batches)) > 1
-        return f"{getattr(self, description)} {self._current_loader}" if several else str(getattr(self, description))
+        has_more_loaders = batches is not None and len(getattr(self.trainer, batches)) > 1
+        return f"{getattr(self, description)} {self._current_loader}" if has_more_loaders else str(getattr(self, description))
 
     def _total_of(self, kind: Kind) -> float:
         """Number of batches of a stage."""

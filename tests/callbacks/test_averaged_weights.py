@@ -10,7 +10,7 @@ from helpers.fsdp.fsdp_runs import joined_fsdp
 from helpers.runs.replicas import Net
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from trainkit.callbacks._local_parts import local_part, part_of, stored_part
+from trainkit.callbacks._averaged_weights import local_part, part_of, stored_part
 from trainkit.distributed.dtensor_parts import is_dtensor
 from trainkit.tagged_json.tensors import ShardedTensor
 
