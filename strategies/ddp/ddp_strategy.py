@@ -21,7 +21,7 @@ from trainkit.console import notice
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError, nearest
-from trainkit.footprint import Contents, Footprint, Moment, in_backward
+from trainkit.footprint import Contents, Footprint, StepMemory, in_backward
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.nested import leaves
 from trainkit.precision import Precision
@@ -314,7 +314,7 @@ class DDPStrategy(ProcessStrategy):
         update = alone.moments["update"].device
         views = self.gradient_as_bucket_view
         held = replace(update, gradients=0, buffers=0 if views else update.gradients)
-        moments = {"update": Moment(replace(held, gradients=update.gradients)), **in_backward(contents, held, kept=views)}
+        moments = {"update": StepMemory(replace(held, gradients=update.gradients)), **in_backward(contents, held, kept=views)}
         return replace(alone, moments=moments)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from trainkit.footprint import Contents, Footprint, Held, Moment, Weight, in_backward, unsharded
+from trainkit.footprint import Contents, Footprint, Held, StepMemory, Weight, in_backward, unsharded
 from trainkit.strategies.fsdp.sharded_models import FSDPOptions, refuse_optimizer
 from trainkit.strategies.fsdp.units import choose_units, ignored_parameters
 
@@ -48,10 +48,10 @@ def footprint(contents: Contents, options: FSDPOptions, processes: int, name: st
     here, there = (Held(), host + gradients) if offloads else (gradients, host)
     unit, root = sizes.in_reductions(shards)
     moments = {
-        "update": Moment(device + here, there),
-        "forward": Moment(device + sizes.in_forward(shards), host),
-        "reduce a unit": Moment(device + here + unit, there),
-        "reduce the root": Moment(device + here + root, there),
+        "update": StepMemory(device + here, there),
+        "forward": StepMemory(device + sizes.in_forward(shards), host),
+        "reduce a unit": StepMemory(device + here + unit, there),
+        "reduce the root": StepMemory(device + here + root, there),
         **sizes.in_backward(device, there, shards, offloads),
     }
     stored = sizes.stored
@@ -152,7 +152,7 @@ class _ShardedRun:
             Held(gradients=root.gradients - -(-root.gradients // shards), buffers=root.reduced),
         )
 
-    def in_backward(self, device: Held, host: Held, shards: int, offloads: bool) -> dict[str, Moment]:
+    def in_backward(self, device: Held, host: Held, shards: int, offloads: bool) -> dict[str, StepMemory]:
         """The moment with activations."""
         root, unit = self.root, self.unit
         held = device + Held(buffers=self._gathered(shards))

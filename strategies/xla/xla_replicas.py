@@ -23,7 +23,7 @@ from trainkit.accelerator.wrapped import Wrapped
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.footprint import Contents, Footprint, Held, Moment, in_backward
+from trainkit.footprint import Contents, Footprint, Held, StepMemory, in_backward
 from trainkit.launch.joining import join
 from trainkit.launch.tpu import REPLICA, place_in_slice
 from trainkit.nested import leaves, map_tensors
@@ -286,7 +286,7 @@ class SPMDModel(Wrapped):
         fsdp: Any = importlib.import_module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
         self._spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
         self._mesh, self._marks = mesh, list[RemovableHandle]()
-        called = _Called(module)
+        called = _FunctionModule(module)
         # set in __dict__, so that it is not registered as a submodule
         self.__dict__["_fsdp"] = fsdp.SpmdFullyShardedDataParallel(called, mesh=mesh, shard_output=self._shard_outputs)
         called._backward_hooks.clear()  # FSDPv2's hook warns, because batches need no gradients
@@ -347,10 +347,10 @@ def sharded_footprint(whole: Footprint, contents: Contents, devices: int) -> Foo
         optimizer=-(-held.optimizer // devices),
     )
     step = in_backward(contents, replace(each, gradients=0), shards=devices)
-    return replace(whole, name=f"{whole.name}, fsdp", moments={"update": Moment(each), **step})
+    return replace(whole, name=f"{whole.name}, fsdp", moments={"update": StepMemory(each), **step})
 
 
-class _Called(nn.Module):
+class _FunctionModule(nn.Module):
     """The module that FSDPv2 wraps: its forward calls a function."""
 
     def __init__(self, module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainkit.footprint import Contents, Footprint, Held, Moment, Weight, in_backward
+from trainkit.footprint import Contents, Footprint, Held, StepMemory, Weight, in_backward
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
 from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 
@@ -80,7 +80,7 @@ class ZeROMemory:
             return f"zero{self.config.stage}, both on nvme"
         return ", ".join([f"zero{self.config.stage}", *(f"{what} on {place}" for what, place in places.items() if place)])
 
-    def _stages_1_and_2(self, s: _Sizes) -> dict[str, Moment]:
+    def _stages_1_and_2(self, s: _Sizes) -> dict[str, StepMemory]:
         config, b = self.config, s.itemsize
         kept = {"masters": _MASTER_BYTES * s.shard, "optimizer": _MASTER_BYTES * s.slots * s.shard}
         parameters = s.frozen + b * s.shard * s.processes + s.buffers
@@ -90,23 +90,23 @@ class ZeROMemory:
         flat = b * min(self._bucket(s), s.trained) // s.processes if config.stage == 2 and s.processes > 1 else 0
         if config.offload_optimizer is None:
             return {
-                "reduce": Moment(Held(parameters, before, buffers=bucket + flat, **kept)),
-                "flatten": Moment(Held(parameters, 2 * _MASTER_BYTES * s.shard, **kept)),
-                "update": Moment(Held(parameters, _MASTER_BYTES * s.shard, **kept)),
+                "reduce": StepMemory(Held(parameters, before, buffers=bucket + flat, **kept)),
+                "flatten": StepMemory(Held(parameters, 2 * _MASTER_BYTES * s.shard, **kept)),
+                "update": StepMemory(Held(parameters, _MASTER_BYTES * s.shard, **kept)),
             }
         largest = b * s.largest
         waiting = b * s.shard if s.window > 1 and config.stage == 2 else 0
         there = Held(gradients=_MASTER_BYTES * s.shard + waiting, buffers=b * s.shard + largest, **kept)
-        update = {"update": Moment(Held(parameters, buffers=largest), there)}
+        update = {"update": StepMemory(Held(parameters, buffers=largest), there)}
         if config.stage == 1:  # full gradients are copied to the bucket one by one; one process makes no other tensor from it
             single = s.processes == 1
-            fill = Moment(Held(parameters, before, buffers=largest + bucket), there, reserved=single)
-            reduce = {"reduce": Moment(Held(parameters, before, buffers=2 * largest), there)} if single else {}
+            fill = StepMemory(Held(parameters, before, buffers=largest + bucket), there, reserved=single)
+            reduce = {"reduce": StepMemory(Held(parameters, before, buffers=2 * largest), there)} if single else {}
             return {"fill": fill, **reduce, **update}
         # each gradient is copied to the host once its bucket is reduced
-        return {"reduce": Moment(Held(parameters, 2 * largest, buffers=largest + bucket + flat), there), **update}
+        return {"reduce": StepMemory(Held(parameters, 2 * largest, buffers=largest + bucket + flat), there), **update}
 
-    def _stage_3(self, s: _Sizes) -> dict[str, Moment]:
+    def _stage_3(self, s: _Sizes) -> dict[str, StepMemory]:
         config, b = self.config, s.itemsize
         gradients, kept = b * s.shard, {"masters": _MASTER_BYTES * s.shard, "optimizer": _MASTER_BYTES * s.slots * s.shard}
         parameters = s.persistent + s.buffers + (0 if config.offload_params else b * s.full_shard)
@@ -117,20 +117,20 @@ class ZeROMemory:
         if config.offload_optimizer is not None:
             there = self._stage_3_host(s)
             return {
-                "reduce": Moment(Held(parameters + gathered, buffers=bucket + copied), there),
-                "update": Moment(Held(parameters, buffers=bucket), there),
+                "reduce": StepMemory(Held(parameters + gathered, buffers=bucket + copied), there),
+                "update": StepMemory(Held(parameters, buffers=bucket), there),
             }
         there = Held(self._offloaded_parameters(s), buffers=self._written_back(s))
         at_a_time = min(s.shard, config.elements_at_a_time + s.largest_shard)
         update = gradients + _MASTER_BYTES * at_a_time
         flat = b * at_a_time if b < _MASTER_BYTES else 0  # the elements that are cast to float32
         return {
-            "reduce": Moment(Held(parameters + gathered, gradients, buffers=bucket + copied, **kept), there),
-            "flatten": Moment(Held(parameters, update + flat, buffers=bucket, **kept), there),
-            "update": Moment(Held(parameters, update, buffers=bucket, **kept), there),
+            "reduce": StepMemory(Held(parameters + gathered, gradients, buffers=bucket + copied, **kept), there),
+            "flatten": StepMemory(Held(parameters, update + flat, buffers=bucket, **kept), there),
+            "update": StepMemory(Held(parameters, update, buffers=bucket, **kept), there),
         }
 
-    def _backward(self, contents: Contents, s: _Sizes, moments: dict[str, Moment]) -> dict[str, Moment]:
+    def _backward(self, contents: Contents, s: _Sizes, moments: dict[str, StepMemory]) -> dict[str, StepMemory]:
         """The peaks of the forward and backward, with activations."""
         config = self.config
         reduce = moments["reduce" if "reduce" in moments else "fill"]
