@@ -12,7 +12,7 @@ from helpers.support import run_python
 
 from trainkit import Accelerator, Callback, Strategy, Trainer, registry
 from trainkit.config.settings import Settings
-from trainkit.distributed.placement import whole_shape
+from trainkit.distributed.parameter_placement import whole_shape
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.resolve import chosen_strategy, read_wanted
 from trainkit.registry import (

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.device import find_device, generators_of
-from trainkit.distributed.placement import check_placement, move_module, move_rest, move_state, refuse_sharded
-from trainkit.distributed.ranks import Ranks
-from trainkit.distributed.requested_devices import RequestedDevices
+from trainkit.distributed.parameter_placement import check_placement, move_module, move_rest, move_state, refuse_sharded
+from trainkit.distributed.requested_devices import RequestedDevices, find_device, generators_of
+from trainkit.distributed.world import Ranks
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, unsharded
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch

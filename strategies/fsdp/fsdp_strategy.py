@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator.wrapped import Wrapped
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
-from trainkit.distributed.placement import refuse_sharded
+from trainkit.distributed.parameter_placement import refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError

@@ -28,9 +28,8 @@ from torch.utils.data import DataLoader
 import trainkit.distributed.channel
 from trainkit import Accelerator, set_seed
 from trainkit.accelerator.collective_checks import CollectiveChecks, described
-from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Failure
-from trainkit.distributed.world import World
+from trainkit.distributed.world import CollectiveTracker, World
 from trainkit.errors import CollectiveError, ProcessFailedError
 
 DEBUG = {"TRAINKIT_DEBUG_MODE": "1"}

@@ -11,7 +11,7 @@ from helpers.runs.replicas import Net
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from trainkit.callbacks._averaged_weights import local_part, part_of, stored_part
-from trainkit.distributed.dtensor_parts import is_dtensor
+from trainkit.distributed.parameter_placement import is_dtensor
 from trainkit.tagged_json.tensors import ShardedTensor
 
 

@@ -17,9 +17,9 @@ from helpers.worlds.stars import Shared, all_at_once
 from helpers.worlds.worlds import free_port
 
 from trainkit.console import TrainkitWarning
-from trainkit.distributed import hub_listener
+from trainkit.distributed import hub
 from trainkit.distributed.channel import Channel
-from trainkit.distributed.hub_listener import PORT_VARIABLE, connect, open_listener
+from trainkit.distributed.hub import PORT_VARIABLE, connect, open_listener
 from trainkit.distributed.wire import encode
 from trainkit.errors import ProcessFailedError
 
@@ -185,7 +185,7 @@ def test_connections_without_the_token_keep_no_rank_out(said: bytes) -> None:
     def meet(rank: int) -> Channel:
         if rank:
             place = ("127.0.0.1", shared.of(1)(None)["port"])
-            for _ in range(2 * hub_listener._MAX_WAITING):
+            for _ in range(2 * hub._MAX_WAITING):
                 idle.append(socket.create_connection(place, 10))
                 idle[-1].sendall(said)
         return Channel.open(rank, 2, "127.0.0.1", shared.of(rank))
@@ -202,7 +202,7 @@ def test_connections_without_the_token_keep_no_rank_out(said: bytes) -> None:
 
 def test_a_connection_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that sends a byte now and then is dropped while the listener waits for a rank."""
-    monkeypatch.setattr(hub_listener, "_HELLO_TIMEOUT", 0.2)
+    monkeypatch.setattr(hub, "_HELLO_TIMEOUT", 0.2)
     shared = Shared()
 
     def meet(rank: int) -> Channel | None:
@@ -285,7 +285,7 @@ def test_a_listener_without_file_descriptors_drops_the_oldest_connection() -> No
             assert seconds > 0
             assert dropped == ["first", "second"]
 
-    made = hub_listener.HubListener(Loop(), Full(), shared_of([], 0), 3, 30.0, lambda *_: None)  # type: ignore[arg-type]
+    made = hub.HubListener(Loop(), Full(), shared_of([], 0), 3, 30.0, lambda *_: None)  # type: ignore[arg-type]
     made._unauthenticated = dict.fromkeys(["first", "second"])  # type: ignore[arg-type]
     with pytest.warns(TrainkitWarning, match="Too many open files"):
         made._accept()

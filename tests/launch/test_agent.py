@@ -376,7 +376,7 @@ def test_each_start_has_a_new_store_and_one_restart_store(tmp_path: Path) -> Non
     """Each restart gets a new store, so workers cannot read old addresses. The restart store keeps its values."""
     script = """
 from torch.distributed import TCPStore
-from trainkit.distributed.restart_store import RestartStore, restarts
+from trainkit.distributed.stores import RestartStore, restarts
 store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False)
 memory = RestartStore.of(os.environ)
 say(restarts(os.environ), store.check(["key"]), memory.get("run"))

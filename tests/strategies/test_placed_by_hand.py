@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
-import trainkit.distributed.placement
+import trainkit.distributed.parameter_placement
 import trainkit.metrics.record
 import trainkit.strategy
 from trainkit import Accelerator, Precision, Strategy, TrainModule
 from trainkit.callbacks import NonFiniteGuard
-from trainkit.distributed.device import other_generators
+from trainkit.distributed.requested_devices import other_generators
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
@@ -326,7 +326,7 @@ def _said() -> list[str]:
     module.third, module.mean = nn.Linear(1, 1), Metric()
     module.register_buffer("scale", torch.ones(()))
     said: list[str] = []
-    trainkit.distributed.placement.notice = said.append
+    trainkit.distributed.parameter_placement.notice = said.append
     strategy = OnHost()
     strategy.prepare_module(module)
     assert strategy.where == "host:0, host:1 (placed by hand)"

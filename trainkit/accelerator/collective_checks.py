@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from trainkit.distributed.collective_tracker import find_call
-from trainkit.distributed.world import ThreadExchange, World
+from trainkit.distributed.world import ThreadExchange, World, find_call
 from trainkit.errors import CollectiveError, ProcessFailedError
 
 __all__ = ["CollectiveChecks", "described"]

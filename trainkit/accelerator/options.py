@@ -23,8 +23,7 @@ from trainkit.config.kwargs_handlers import (
     sorted_handlers,
 )
 from trainkit.config.settings import Plugin, Settings, debugging, inherited_settings
-from trainkit.distributed.device import find_device
-from trainkit.distributed.requested_devices import RequestedDevices
+from trainkit.distributed.requested_devices import RequestedDevices, find_device
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.resolve import chosen_strategy

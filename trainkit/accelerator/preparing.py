@@ -21,7 +21,7 @@ from trainkit.data.batches import BatchPadding
 from trainkit.data.combined import batch_size_of
 from trainkit.data.keyed_sampler import split_batches
 from trainkit.data.loader import PreparedLoader
-from trainkit.distributed.watchdog import Watchdog
+from trainkit.distributed.failure_handling import Watchdog
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
 from trainkit.optim.prepared_optimizer import PreparedOptimizer

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Failure, Runs
-from trainkit.distributed.links import HubConnection, LocalHubConnection
+from trainkit.distributed.hub import HubConnection, LocalHubConnection
 from trainkit.distributed.wire import LIMIT, encode, inherited
+from trainkit.distributed.world import CollectiveTracker
 from trainkit.errors import ProcessFailedError
 
 __all__ = ["SILENCE_LIMIT", "Channel"]

@@ -1,33 +1,49 @@
-"""`World`: the rank and size of a process, and small collectives that synchronize the ranks.
+"""`World`: the ranks of a run and small collectives that synchronize them; `Ranks`: what users exchange between them.
 
-These collectives exchange numbers, names and decisions. They use their own gloo group on the CPU, so they neither wait for a
-device nor mix with the collectives of the gradients. Every rank calls the same methods in the same order, from its main
+The collectives of `World` exchange numbers, names and decisions. They use their own gloo group on the CPU, so they neither wait
+for a device nor mix with the collectives of the gradients. Every rank calls the same methods in the same order, from its main
 thread; other threads use `World.thread_exchange`.
 """
 
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from trainkit.distributed.collective_tracker import CollectiveTracker
-from trainkit.distributed.user_objects import all_gather_user_objects, broadcast_user_object
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.nested import map_tensors
+from trainkit.registry import strategy_infos
 from trainkit.tagged_json.message import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from trainkit.distributed.channel import Channel
-    from trainkit.distributed.restart_store import RestartStore
-    from trainkit.distributed.watchdog import Watchdog
+    from trainkit.distributed.failure_handling import Watchdog
+    from trainkit.distributed.stores import RestartStore
 
-__all__ = ["Pending", "ThreadExchange", "World"]
+__all__ = ["CollectiveTracker", "Pending", "Ranks", "ThreadExchange", "World", "file_name_of", "find_call", "find_caller"]
 
 _SLOT = 2048  # bytes of an exchange that takes one collective; longer ones take two
 _HEAD = 8
+
+_OPERATIONS = {
+    "mean": lambda stacked: stacked.sum(0) / len(stacked),
+    "sum": lambda stacked: stacked.sum(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
+_OTHER_NAMES = {"avg": "mean"}
+
+# Packages between a user's script and trainkit: their frames are not the script's.
+_BETWEEN = ("accelerate", "contextlib", "functools", "peft", "torch", "transformers")
+_OURS = "trainkit"
 
 
 class World:
@@ -61,7 +77,6 @@ class World:
         import torch
         import torch.distributed as dist
 
-        from trainkit.distributed.world import World
 
 
         def sum_over_ranks(world: World, tensor: torch.Tensor) -> None:
@@ -152,18 +167,26 @@ class World:
         return [value] if self.size == 1 else [from_bytes(data) for data in self._gathered(to_bytes(value))]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
-        """Like `exchange`, for objects of the user, which are pickled; tensors keep their devices."""
+        """Like `exchange`, for objects of the user, which are pickled; tensors keep their devices.
+
+        Only here and in `broadcast_user_object` do ranks exchange anything but JSON and tensors. It is sent between the ranks
+        of one run, and is never written to a file or read from one.
+        """
         if self.size == 1:
             return [value]
+        values: list[Any] = [None] * self.size
         with self.collectives:
-            return all_gather_user_objects(value, self.size, self.control)
+            dist.all_gather_object(values, value, group=self.control)  # noqa: TID251
+        return values
 
     def broadcast_user_object(self, value: Any, source: int = 0) -> Any:
         """Return the object that rank `source` has, which is pickled; tensors keep their devices."""
         if self.size == 1:
             return value
+        values = [value]
         with self.collectives:
-            return broadcast_user_object(value, source, self.control)
+            dist.broadcast_object_list(values, source, group=self.control)  # noqa: TID251
+        return values[0]
 
     def from_main(self, value: Any) -> Any:
         """Return the value of the main process; on other ranks `value` has no effect.
@@ -343,3 +366,280 @@ class ThreadExchange:
 
     def _complete(self) -> None:
         self.completed += 1
+
+
+# ------------------------------------------------------------------------------------------------------------------ counting
+
+
+class CollectiveTracker:
+    """The collectives of one process: use `with tracker:` around each one in which the main thread may wait.
+
+    All ranks call the same collectives, so each collective has the same number on all ranks. A rank in a collective whose
+    number another rank has not reached waits for that rank. It waits forever if that rank calls something else first.
+
+    Attributes:
+        begun: the number of collectives that have begun.
+        depth: the number of collectives that this process is in; one may be part of another.
+        checks: the number of completed comparisons of verbs; see `trainkit/accelerator/collective_checks.py`.
+        location: the verb and the place of its call, if the stack frames do not show them.
+    """
+
+    __slots__ = ("_forward", "begun", "checks", "depth", "location", "thread")
+
+    def __init__(self) -> None:
+        self.begun = self.depth = self.checks = 0
+        self.location: tuple[str, str] | None = None
+        self.thread = threading.get_ident()
+        self._forward: tuple[object, int, FrameType] | None = None
+
+    def __enter__(self) -> None:
+        if self._forward is not None:
+            self.in_forward()
+        self.begun += 1
+        if not self.depth:  # parts may be in other threads, as those of a backward pass are
+            self.thread = threading.get_ident()
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+    def enter_forward(self, part: object, frame: FrameType, location: tuple[str, str]) -> None:
+        """Count a forward; torch calls hooks at its beginning and its end.
+
+        Args:
+            part: the module that is called.
+            frame: a frame of this thread that exists while the forward runs.
+            location: the attribute, unless the forward is part of another collective.
+        """
+        thread = threading.get_ident()
+        # no calls between these lines, which a signal could interrupt
+        if not self.depth:
+            self.location, self.thread = location, thread
+        self.begun += 1
+        self.depth += 1
+        self._forward = (part, thread, frame)
+
+    def leave_forward(self, part: object) -> None:
+        """End the forward, if it is that of `part`."""
+        if self._forward is not None and self._forward[0] is part:
+            self._end_forward()
+
+    def in_forward(self) -> bool:
+        """Whether a forward runs. torch calls no hook for a forward that Ctrl-C has ended; it is ended here."""
+        if self._forward is not None and not _runs(*self._forward[1:]):
+            self._end_forward()
+        return self._forward is not None
+
+    def _end_forward(self) -> None:
+        self._forward = None
+        self.depth -= 1
+        if not self.depth:
+            self.location = None
+
+    def record(self) -> dict[str, Any]:
+        """The counters as JSON, for other ranks; from any thread.
+
+        `where` is the verb that waits and the place of its call; `None` if this rank does not wait.
+        """
+        begun, forward = self.begun, self._forward
+        waiting = self.depth and (forward is None or _runs(*forward[1:]))
+        where = list(self.location or find_call(sys._current_frames().get(self.thread))) if waiting else None
+        # `checks` is read last: a collective in `begun` cannot have begun after a later check
+        return {"begun": begun, "where": where, "checks": self.checks}
+
+
+def find_call(frame: FrameType | None) -> tuple[str, str]:
+    """The trainkit function that a script has called, and where: `("backward", "train.py:12")`.
+
+    Args:
+        frame: a frame of that function, or of what it calls.
+    """
+    verb, script = find_caller(frame)
+    if script is None:
+        return verb, "an unknown line"
+    return verb, f"{file_name_of(script)}:{script.f_lineno}"
+
+
+def find_caller(frame: FrameType | None) -> tuple[str, FrameType | None]:
+    """The trainkit function that a script has called, and the script's frame; see `find_call`."""
+    while frame is not None and _package(frame) != _OURS:
+        frame = frame.f_back
+    verb = ""
+    between = {_OURS, *_BETWEEN, *(package for info in strategy_infos() for package in info.packages)}
+    while frame is not None and _package(frame) in between:
+        verb = frame.f_code.co_name if _package(frame) == _OURS else verb
+        frame = frame.f_back
+    return verb, frame
+
+
+def _runs(thread: int, frame: FrameType) -> bool:
+    """Whether a frame is still on the stack of a thread."""
+    found = sys._current_frames().get(thread)
+    while found is not None and found is not frame:
+        found = found.f_back
+    return found is not None
+
+
+def file_name_of(frame: FrameType) -> str:
+    """The name of the frame's file, without folders."""
+    return frame.f_code.co_filename.replace("\\", "/").rpartition("/")[2]
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__") or ""
+    return name.partition(".")[0]
+
+
+# ----------------------------------------------------------------------------------------------------------- verbs for users
+
+
+class Ranks:
+    """The process of a run that this is, and verbs for values of users, which all processes call in the same order.
+
+    Attributes:
+        world: The processes of the run.
+        device: The device of this process.
+    """
+
+    world: World = World()
+    device: torch.device
+
+    @property
+    def data_world(self) -> World:
+        """The processes over which data is sharded and metrics are reduced; not `world` where each process reads all data."""
+        return self.world
+
+    @property
+    def repeats_data(self) -> bool:
+        """Whether a process with a lower rank reads the same data, as in a tensor-parallel group."""
+        return self.world.rank % max(1, self.world.size // self.data_world.size) > 0
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.world.rank
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process, as `rank`."""
+        return self.world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its node."""
+        return self.world.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this process's node."""
+        return self.world.node
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.world.nodes
+
+    @property
+    def world_size(self) -> int:
+        """Number of devices over which the data is sharded: of processes, unless a process uses several devices."""
+        return self.data_world.width
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the main process (rank 0), which prints, logs and writes."""
+        return self.world.is_main
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the main process, as `is_main_process`."""
+        return self.world.is_main
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process, as `device`."""
+        return self.device
+
+    def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
+        """Return the tensors of all processes, stacked along a new first dimension; with one process the tensors unchanged.
+
+        Args:
+            data: A tensor, or tensors in containers; of the same shapes on all processes.
+            sync_grads: Let gradients flow back: each process gets the sum of all gradients of its tensors.
+            alike: Their shapes have been compared already.
+        """
+        return data
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Return the mean of a tensor over the processes."""
+        return value
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes.
+
+        Args:
+            name: What to call this barrier in an error message, if another process waits in another call.
+        """
+        self.barrier_for("strategy.barrier" if name is None else f"strategy.barrier({name!r})")
+
+    def barrier_for(self, verb: str) -> None:
+        """Wait until all processes have called this verb of the strategy. For authors of strategies.
+
+        Args:
+            verb: The verb, such as "strategy.barrier". Strategies that compare what the processes call name it in the error.
+        """
+        self.world.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the object that one process has, on all processes; with one process the object unchanged.
+
+        Args:
+            obj: Any object that can be pickled; on the other processes it has no effect. Tensors arrive on the CPU.
+            src: The rank of the process that has it.
+
+        Raises:
+            ConfigurationError: There is no such rank.
+            CollectiveError: Another process made a different call.
+
+        Example:
+            ```python
+            path = trainer.strategy.broadcast(make_path() if trainer.is_global_zero else None)
+            ```
+        """
+        if not isinstance(src, int) or not 0 <= src < self.world.size:
+            raise ConfigurationError(f"broadcast: src must be a rank from 0 to {self.world.size - 1}, not {src!r}. Use src=0")
+        if self.world.size == 1:
+            return obj
+        self.barrier_for("strategy.broadcast")
+        value = map_tensors(obj, lambda tensor: tensor.detach().cpu()) if self.world.rank == src else None
+        return self.world.broadcast_user_object(value, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the mean, sum, maximum or minimum of tensors over the processes; the same bits on all of them.
+
+        Gradients do not flow back. With one process the tensors are returned unchanged.
+
+        Args:
+            tensor: A tensor, or tensors in containers; of the same shapes on all processes. Other values are not reduced.
+            group: Only `None`: all processes.
+            reduce_op: `"mean"` (or `"avg"`), `"sum"`, `"max"`, `"min"`, or torch's `ReduceOp`.
+
+        Raises:
+            ConfigurationError: Shapes differ, or a group was given.
+            UnknownNameError: Another operation.
+        """
+        if group is not None:
+            raise ConfigurationError("strategy.reduce works on all processes. For a group: torch.distributed.all_reduce")
+        name = str(reduce_op).rpartition(".")[2].lower() if isinstance(reduce_op, dist.ReduceOp.RedOpType) else str(reduce_op)
+        name = _OTHER_NAMES.get(name.lower(), name.lower())
+        if name not in _OPERATIONS:
+            raise UnknownNameError(
+                f"strategy.reduce: unknown reduce_op {reduce_op!r}; known: {', '.join(_OPERATIONS)}."
+                f"{nearest(name, _OPERATIONS)}"
+            )
+        if self.world.size == 1:
+            return tensor
+
+        def reduced(one: Tensor) -> Any:
+            return _OPERATIONS[name](self.all_gather(one.detach()))
+
+        return map_tensors(tensor, reduced)

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 from trainkit.console import notice
-from trainkit.distributed.restart_store import RESTART_STORE
+from trainkit.distributed.stores import RESTART_STORE
 from trainkit.errors import ConfigurationError
 from trainkit.launch import guard
 from trainkit.launch.environment import LAUNCHER

@@ -8,7 +8,7 @@ import threading
 
 from trainkit.config.settings import debugging
 from trainkit.console import warn
-from trainkit.distributed.collective_tracker import file_name_of, find_caller
+from trainkit.distributed.world import file_name_of, find_caller
 
 __all__ = ["warn_if_cuda_initialized", "watch_cuda"]
 

@@ -18,11 +18,9 @@ import torch.distributed as dist
 
 from trainkit.console import counted, notice, set_printing
 from trainkit.distributed.channel import Channel
-from trainkit.distributed.failure_report import FailureReport
-from trainkit.distributed.process_exit import release_groups
+from trainkit.distributed.failure_handling import FailureReport, Watchdog, release_groups
 from trainkit.distributed.requested_devices import RequestedDevices
-from trainkit.distributed.restart_store import RestartStore, restarts
-from trainkit.distributed.watchdog import Watchdog
+from trainkit.distributed.stores import RestartStore, restarts
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.devices import check_wanted, device_of, processes_per_node

@@ -48,7 +48,7 @@ def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
 def _launch_replicas(folder: str, task: dict[str, Any]) -> None:
     """Let XLA's runtime start its processes or threads, each of which calls `run_replica`."""
     from trainkit.distributed.failure import summary
-    from trainkit.distributed.process_exit import end_process
+    from trainkit.distributed.failure_handling import end_process
     from trainkit.registry import load_strategy
 
     os.environ.clear()  # the agent's variables, which XLA's runtime would mistake for those of a launcher

@@ -10,8 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trainkit.distributed.restart_store import restarts
-from trainkit.distributed.stores import connected
+from trainkit.distributed.stores import connected, restarts
 from trainkit.errors import ConfigurationError
 from trainkit.launch.interface import set_gloo_interface
 from trainkit.launch.rank_info import RankInfo, is_local

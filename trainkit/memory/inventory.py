@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.placement import whole_shape
+from trainkit.distributed.parameter_placement import whole_shape
 from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.footprint import Contents, Weight
 from trainkit.module.overridable_hooks import is_overridden

@@ -19,7 +19,7 @@ from trainkit.checkpoint.commit import sync_folder
 from trainkit.checkpoint.regular_file import read_file
 from trainkit.checkpoint.tensor_file import chunks, metadata_in, plan_files, tensors_in
 from trainkit.checkpoint.weights import replace_file
-from trainkit.distributed.device import find_device
+from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError, UnsavableError
 from trainkit.nested import map_tensors
 from trainkit.state.fit import place_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.placement import whole_shape
+from trainkit.distributed.parameter_placement import whole_shape
 from trainkit.optim.stored_optimizer import empty_copy
 from trainkit.registry import strategy_infos
 

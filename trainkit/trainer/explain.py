@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted
-from trainkit.distributed.placement import placed_on
+from trainkit.distributed.parameter_placement import placed_on
 from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.trainer.compiled_steps import described_compilation
 from trainkit.trainer.run_folder import opens_files, shown_folders

@@ -15,8 +15,8 @@ from trainkit.accelerator import Accelerator
 from trainkit.accelerator.compiled import CompiledModules
 from trainkit.checkpoint.staging import staging
 from trainkit.console import counted, each_once, notice, user_frames
-from trainkit.distributed.device import other_generators
-from trainkit.distributed.failure_report import report_failure
+from trainkit.distributed.failure_handling import report_failure
+from trainkit.distributed.requested_devices import other_generators
 from trainkit.errors import (
     CheckpointWriteError,
     ConfigurationError,

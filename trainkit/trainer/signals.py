@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.console import notice, prints_here, warn
 from trainkit.data.loader_workers import HANDLED
-from trainkit.distributed.process_exit import write_stderr
+from trainkit.distributed.failure_handling import write_stderr
 from trainkit.errors import Preempted
 
 __all__ = ["Signals", "requeue"]

@@ -18,7 +18,7 @@ from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.console import counted, notice, warn
-from trainkit.distributed.dtensor_parts import is_dtensor
+from trainkit.distributed.parameter_placement import is_dtensor
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.checks import is_whole
-from trainkit.distributed.device import find_device
+from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = ["entries", "place", "tensor_devices"]

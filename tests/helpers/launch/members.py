@@ -23,8 +23,7 @@ from helpers.support import without_gloo
 from helpers.worlds.worlds import start_world
 
 from trainkit.distributed.channel import Channel
-from trainkit.distributed.failure_report import FailureReport, report_failure
-from trainkit.distributed.watchdog import Watchdog
+from trainkit.distributed.failure_handling import FailureReport, Watchdog, report_failure
 from trainkit.distributed.world import World
 
 __all__ = ["GRACE", "LIMIT", "Ended", "Member", "as_script", "end_of", "now", "terminal"]

@@ -16,9 +16,8 @@ import torch
 from helpers.patience import PATIENCE
 from torch import Tensor
 
-from trainkit.distributed.collective_tracker import CollectiveTracker
 from trainkit.distributed.failure import Runs
-from trainkit.distributed.world import ThreadExchange, World
+from trainkit.distributed.world import CollectiveTracker, ThreadExchange, World
 from trainkit.strategy import Strategy
 from trainkit.tagged_json.message import from_bytes, to_bytes
 

@@ -17,7 +17,7 @@ from helpers.patience import PATIENCE, VAIN, within
 from helpers.support import ROOT, run_python
 from helpers.worlds.worlds import free_port
 
-from trainkit.distributed import failure_report as endings
+from trainkit.distributed import failure_handling as endings
 from trainkit.errors import Preempted
 
 pytestmark = pytest.mark.prompt

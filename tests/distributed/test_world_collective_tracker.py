@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from trainkit.distributed.collective_tracker import CollectiveTracker, find_call
+from trainkit.distributed.world import CollectiveTracker, find_call
 
 
 def function_of(where: str, text: str, **names: Any) -> Callable[..., Any]:

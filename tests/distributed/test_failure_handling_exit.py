@@ -12,9 +12,7 @@ import pytest
 from helpers.patience import PATIENCE
 from helpers.worlds.stars import star
 
-from trainkit.distributed.failure_report import report_failure
-from trainkit.distributed.process_exit import stacks
-from trainkit.distributed.watchdog import Watchdog
+from trainkit.distributed.failure_handling import Watchdog, report_failure, stacks
 
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import TCPStore
 
-from trainkit.distributed.restart_store import RestartStore, restarts
+from trainkit.distributed.stores import RestartStore, restarts
 
 AT = {"MASTER_ADDR": "h", "MASTER_PORT": "2"}
 

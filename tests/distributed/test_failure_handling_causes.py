@@ -7,7 +7,7 @@ import sys
 import pytest
 from helpers.worlds.stars import star
 
-from trainkit.distributed.failure_report import FailureReport, report_failure
+from trainkit.distributed.failure_handling import FailureReport, report_failure
 from trainkit.errors import Preempted, ProcessFailedError
 
 CLOSED = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:18343."

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from trainkit.distributed.dtensor_parts import is_dtensor, own_range, part_at
+from trainkit.distributed.parameter_placement import is_dtensor, own_range, part_at
 
 SHAPES = [(8, 4), (7, 3), (5, 2), (3, 5), (1, 1), (0, 3), (6, 3, 2)]
 
@@ -59,7 +59,8 @@ def test_own_range(sizes: tuple[int, ...]) -> None:
 def test_nothing_is_imported() -> None:
     """The module of `DTensor` takes about a second to import, and most runs need none."""
     code = (
-        "import sys, torch; from trainkit.distributed.dtensor_parts import is_dtensor; assert not is_dtensor(torch.ones(1)); "
+        "import sys, torch; from trainkit.distributed.parameter_placement import is_dtensor; "
+        "assert not is_dtensor(torch.ones(1)); "
         "from trainkit.callbacks import ExponentialMovingAverage; assert 'torch.distributed.tensor' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

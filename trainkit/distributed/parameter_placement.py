@@ -1,25 +1,40 @@
-"""The devices of a module's parameters: move them, or leave a module as it is whose layers the user has placed on several."""
+"""Where the parameters of a module are: on which devices, and which part of a sharded one this process has."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice
-from trainkit.distributed.dtensor_parts import is_dtensor
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.registry import strategy_infos
 
-__all__ = ["check_placement", "move_module", "move_rest", "move_state", "placed_on", "refuse_sharded", "whole_shape"]
+__all__ = [
+    "Range",
+    "check_placement",
+    "is_dtensor",
+    "move_module",
+    "move_rest",
+    "move_state",
+    "own_range",
+    "part_at",
+    "placed_on",
+    "refuse_sharded",
+    "whole_shape",
+]
 
 _OFFLOADED = ("cpu", "disk")  # where Accelerate keeps the weights of layers that no GPU has room for
+
+Range = tuple[tuple[int, int], ...]
+"""Start and end of a part in each dimension."""
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
@@ -177,3 +192,35 @@ def _swapping(module: nn.Module) -> Iterator[None]:
         ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def is_dtensor(value: Any) -> bool:
+    """Whether a value is a `DTensor`."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
+def own_range(tensor: Any, first: int = 0) -> Range:
+    """Where this rank's part of a `DTensor` lies in the whole one.
+
+    The last dimension of the mesh comes first: `fully_shard` cuts into chunks what tensor parallelism has cut.
+    `distribute_tensor` of torch 2.9 places unequal parts differently.
+
+    Args:
+        tensor: the tensor.
+        first: the part that is sharded only over the dimensions of the mesh from this one on.
+    """
+    mesh, ranges = tensor.device_mesh, [(0, size) for size in tensor.shape]
+    for dimension in reversed(range(first, mesh.ndim)):
+        placement = tensor.placements[dimension]
+        if not placement.is_replicate():
+            start, end = ranges[placement.dim]
+            size = -(-(end - start) // mesh.size(dimension))  # as `torch.chunk`
+            begin = min(start + size * mesh.get_local_rank(dimension), end)
+            ranges[placement.dim] = begin, min(begin + size, end)
+    return tuple(ranges)
+
+
+def part_at(whole: Tensor, place: Range) -> Tensor:
+    """The part of a whole tensor at a place, in the same memory."""
+    return whole[tuple(slice(start, end) for start, end in place)]
