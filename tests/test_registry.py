@@ -14,7 +14,7 @@ from trainkit import Accelerator, Callback, Strategy, Trainer, registry
 from trainkit.config.settings import Settings
 from trainkit.distributed.parameter_placement import whole_shape
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
-from trainkit.launch.resolve import chosen_strategy, read_wanted
+from trainkit.launch.strategy_choice import chosen_strategy, read_wanted
 from trainkit.registry import (
     CALLBACKS,
     SINGLE,

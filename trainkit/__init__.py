@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import trainkit.launch.start_dir  # noqa: F401 - before a script goes to another folder
+import trainkit.launch  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
 from trainkit.lazy import LightningModules, PytorchAlias, absent, submodule
 
@@ -121,7 +121,7 @@ sys.meta_path.append(LightningModules())
 sys.meta_path.insert(0, PytorchAlias())
 
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line
-    import_module("trainkit.launch.cuda_watch").watch_cuda()
+    import_module("trainkit.launch.starting").watch_cuda()
 
 
 def __getattr__(name: str) -> Any:

@@ -25,7 +25,7 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.footprint import Contents, Footprint
-from trainkit.launch.process_group import alone
+from trainkit.launch.joining import alone
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.module.blocks import Choice
 from trainkit.optim.gradient_norm import total_norm

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainkit.console import notice
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.launch.tpu import tpu_is_here
+from trainkit.launch.environment import tpu_is_here
 from trainkit.nested import leaves, map_tensors, move
 
 __all__ = [

@@ -24,8 +24,8 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.footprint import Contents, Footprint, Held, StepMemory, in_backward
+from trainkit.launch.environment import REPLICA, place_in_slice
 from trainkit.launch.joining import join
-from trainkit.launch.tpu import REPLICA, place_in_slice
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategies.xla.runtime import choose_runtime, import_torch_xla
 from trainkit.strategies.xla.threads import ThreadWorld, replica_scheduler

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.launch.process_group import alone
+from trainkit.launch.joining import alone
 
 __all__ = [
     "Session",

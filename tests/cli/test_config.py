@@ -17,7 +17,7 @@ import yaml
 
 from trainkit.cli.main import main
 from trainkit.config.settings_file import read_settings
-from trainkit.launch import tpu
+from trainkit.launch import environment
 
 Said = Callable[..., list[str]]
 
@@ -235,7 +235,7 @@ def test_a_deepspeed_configuration(say: Said) -> None:
 
 
 def test_a_tpu(say: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tpu, "tpu_is_chosen", lambda: True)
+    monkeypatch.setattr(environment, "tpu_is_chosen", lambda: True)
     assert say("", "", "bf16")[1] == "Run on cpu, gpu or tpu [tpu]: "
     assert (content()["distributed_type"], content()["mixed_precision"]) == ("XLA", "bf16")
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.clusters import hosts, tasks_of_nodes
-from trainkit.launch.environment import read_place
-from trainkit.launch.rank_info import RankInfo, stable_port
+from trainkit.launch.environment import RankInfo, hosts, read_place, stable_port, tasks_of_nodes
 
 TORCHRUN = """
     LOCAL_RANK=1 RANK=5 GROUP_RANK=1 ROLE_RANK=5 ROLE_NAME=default LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 GROUP_WORLD_SIZE=2

@@ -20,9 +20,9 @@ from trainkit import console
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.launch import joining, process_group
+from trainkit.launch import joining
+from trainkit.launch.environment import RankInfo
 from trainkit.launch.joining import join, processes
-from trainkit.launch.rank_info import RankInfo
 
 SHORT = timedelta(seconds=30)
 CPU = RequestedDevices("cpu")
@@ -95,7 +95,7 @@ def test_processes_before_any_is_started(
     env: pytest.MonkeyPatch, wanted: RequestedDevices, count: int, notebook: bool, expected: int
 ) -> None:
     gpus(env, count)
-    env.setattr("trainkit.launch.devices.in_notebook", lambda: notebook)
+    env.setattr("trainkit.launch.joining.in_notebook", lambda: notebook)
     assert processes(wanted) == expected
 
 
@@ -345,7 +345,7 @@ def test_another_program_that_answers() -> None:
 
 
 def joins_impatiently() -> None:
-    process_group._LATE = 0.5
+    joining._LATE = 0.5
     joins(1.0)
 
 

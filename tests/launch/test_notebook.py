@@ -26,12 +26,11 @@ from helpers.worlds.worlds import free_port
 from trainkit import notebook_launcher, utils
 from trainkit.config.settings import VARIABLE, inherited_settings
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
-from trainkit.launch import agent, notebook, notebook_child
+from trainkit.launch import agent, notebook
 from trainkit.launch.agent import Job
-from trainkit.launch.notebook_child import CALL, FOLDER, TASK, read_reports
-from trainkit.launch.pickling import dump_call, dump_result
+from trainkit.launch.notebook import CALL, FOLDER, TASK, dump_call, dump_result, read_reports
 from trainkit.launch.private_folder import remove_leftovers
-from trainkit.launch.verdict import Verdict
+from trainkit.launch.workers import Verdict
 
 Captured = Callable[..., Job]
 
@@ -251,7 +250,7 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
         (tmp_path / CALL).write_bytes(call)
         (tmp_path / TASK).write_text(json.dumps({"argv": sys.argv, "sources": {}, "shows_progress": {}}))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(start))
-        notebook_child._run(str(tmp_path), rank, rank)
+        notebook._run(str(tmp_path), rank, rank)
         return read_reports(tmp_path)
 
     return run
@@ -491,7 +490,7 @@ def test_in_a_kernel(run_dir: Path) -> None:
     assert compared.value == "(True, True, False)"
     assert failed.error == ("ProcessFailedError: rank 1 failed: KeyError: 'an unlikely thing'. Its traceback is in the output.")
     assert 'raise KeyError("an unlikely thing")          # shown with this line' in failed.stderr
-    assert "notebook_child" not in failed.stderr
+    assert "launch/notebook.py" not in failed.stderr
     assert stopped.error.startswith("KeyboardInterrupt")
     assert not any(alive(int((run_dir / f"ready-{rank}").read_text())) for rank in (0, 1))
     assert "Traceback" not in stopped.stderr

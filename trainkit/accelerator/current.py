@@ -13,9 +13,8 @@ from torch import nn
 
 from trainkit.accelerator.gathering import Gathering
 from trainkit.errors import ConfigurationError
-from trainkit.launch.environment import read_place
+from trainkit.launch.environment import read_place, runtime_is_loaded
 from trainkit.launch.joining import joined
-from trainkit.launch.tpu import runtime_is_loaded
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from trainkit.config.kwargs_handlers import (
 from trainkit.config.settings import Plugin, Settings, debugging, inherited_settings
 from trainkit.distributed.requested_devices import RequestedDevices, find_device
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
-from trainkit.launch.resolve import chosen_strategy
-from trainkit.launch.tpu import DEVICE
+from trainkit.launch.strategy_choice import chosen_strategy
 from trainkit.module.activation_checkpointing import (
     CheckpointingChoice,
     checkpointing_choice,

@@ -14,7 +14,7 @@ from trainkit.config.keys import BACKEND, CONFIG_FILE, DYNAMO, FSDP, KEYS, Key, 
 from trainkit.config.settings import Settings
 from trainkit.config.settings_file import check_settings
 from trainkit.errors import ConfigurationError
-from trainkit.launch.tpu import DEVICE
+from trainkit.launch.environment import DEVICE
 from trainkit.registry import automatic_info
 
 __all__ = ["add_arguments", "run"]
@@ -219,7 +219,7 @@ def _devices() -> tuple[int, str]:
     """The number of GPUs of this node, and the default kind of device."""
     import torch
 
-    from trainkit.launch.tpu import tpu_is_chosen
+    from trainkit.launch.environment import tpu_is_chosen
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if gpus or torch.backends.mps.is_available():

@@ -9,14 +9,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from trainkit.cli.launch_nodes import process_variables
+from trainkit.cli.launch import process_variables
 from trainkit.cli.settings_flags import add_config_file, allow_both_spellings, settings_from_file
 from trainkit.config.settings import VARIABLE, Settings, with_environment
 from trainkit.config.settings_file import check_settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
 from trainkit.launch.private_folder import private_folder
-from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
+from trainkit.launch.workers import INTERRUPTED, PREEMPTED
 from trainkit.registry import automatic_strategy
 
 __all__ = ["add_arguments", "print_line", "run"]

@@ -32,13 +32,10 @@ from trainkit.console import notice
 from trainkit.distributed.stores import RESTART_STORE
 from trainkit.errors import ConfigurationError
 from trainkit.launch import guard
-from trainkit.launch.environment import LAUNCHER
-from trainkit.launch.interface import set_gloo_interface
+from trainkit.launch.environment import LAUNCHER, is_local, set_gloo_interface
 from trainkit.launch.private_folder import private_folder
-from trainkit.launch.rank_info import is_local
 from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
-from trainkit.launch.verdict import FAILED, INTERRUPTED, PREEMPTED, Verdict, make_verdict
-from trainkit.launch.workers import Workers
+from trainkit.launch.workers import FAILED, INTERRUPTED, PREEMPTED, Verdict, Workers, make_verdict
 
 __all__ = ["Job", "run_job", "run_to_end"]
 

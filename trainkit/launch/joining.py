@@ -8,7 +8,8 @@ import multiprocessing
 import os
 import socket
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -20,16 +21,35 @@ from trainkit.console import counted, notice, set_printing
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure_handling import FailureReport, Watchdog, release_groups
 from trainkit.distributed.requested_devices import RequestedDevices
-from trainkit.distributed.stores import RestartStore, restarts
+from trainkit.distributed.stores import RestartStore, connected, restarts
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.launch.devices import check_wanted, device_of, processes_per_node
-from trainkit.launch.environment import RankInfo, read_place
-from trainkit.launch.process_group import default_group, make_default_group
-from trainkit.launch.script_options import placed
-from trainkit.launch.self_start import become_agent, start_command
+from trainkit.launch.environment import RankInfo, is_local, placed, read_place, set_gloo_interface
+from trainkit.launch.starting import become_agent, in_notebook, start_command
 
-__all__ = ["device_of", "join", "joined", "nodes", "note_single_process", "processes", "single_world"]
+__all__ = ["alone", "device_of", "join", "joined", "nodes", "note_single_process", "processes", "single_world"]
+
+# Launcher → the command that starts the requested number of processes.
+_HOW = {
+    "torchrun": "torchrun --nproc-per-node {each} script.py",
+    "deepspeed": "deepspeed --num_gpus {each} script.py",
+    "SLURM": "srun --ntasks-per-node={each} python script.py",
+    "Open MPI": "mpirun -n {all} python script.py",
+    "MPI (Hydra)": "mpirun -n {all} python script.py",
+    "MVAPICH": "mpirun -n {all} python script.py",
+    "notebook_launcher": "notebook_launcher(function, num_processes={each})",
+    "LSF": "jsrun -n {all} python script.py",
+}
+
+_CONNECT_TIMEOUT = timedelta(minutes=10)
+_LATE = 5.0  # seconds that torch's own message about a timeout may take
+
+_alone: Any = None  # the process group of a process that is the only one
+
+# The store of the groups of this process, and the number of groups so far. The user may destroy a group; the next group must
+# not read what it has left in the store.
+_store: tuple[tuple[str, int, int, int], Any] | None = None
+_groups = 0
 
 
 @dataclass(frozen=True)
@@ -295,3 +315,218 @@ def _destroy_groups(process: int) -> None:
     joined.world.control = None
     del joined
     release_groups(groups)
+
+
+# --------------------------------------------------------------------------------------------------------------- the devices
+
+
+def processes_per_node(wanted: RequestedDevices) -> int:
+    """Number of processes of a node if no launcher has started any: the requested number, else one for each GPU."""
+    if wanted.per_node is not None and wanted.per_node >= 0:
+        return wanted.per_node
+    if wanted.indices is not None:
+        return len(wanted.indices)
+    if wanted.as_started:
+        return 1
+    gpus = torch.cuda.device_count() if wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available() else 0
+    if wanted.per_node is None and in_notebook():
+        return 1
+    return max(1, gpus)
+
+
+def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
+    """Check that `devices` and `num_nodes` do not contradict the processes that were started.
+
+    Args:
+        wanted: What the user requested.
+        size: Number of processes.
+        local_size: Number of processes of this node; `None`: unknown.
+        nodes: Number of nodes; `None`: unknown.
+        launcher: What started the processes, for the message.
+
+    Raises:
+        ConfigurationError: They contradict each other; the message has the command for the requested number of processes.
+    """
+    each = None if wanted.per_node == -1 else wanted.per_node
+    machines = wanted.nodes
+    if not _contradict(each, machines, size, local_size, nodes):
+        return
+    asked = ", ".join(f"{name}={n}" for name, n in (("devices", each), ("num_nodes", machines)) if n is not None)
+    there = counted(size, "process") + (f" on {counted(nodes, 'node')}" if nodes else "")
+    how = _HOW.get(launcher, "trainkit launch --nproc-per-node {each} script.py")
+    number = each or max(1, size // (nodes or 1))
+    raise ConfigurationError(
+        f"{asked} contradicts the processes that were started: {there}, by {launcher}. Remove {asked}, or start the requested "
+        f"number of processes: {how.format(each=number, all=number * (machines or nodes or 1))}"
+    )
+
+
+def _contradict(each: int | None, machines: int | None, size: int, local_size: int | None, nodes: int | None) -> bool:
+    """Whether `devices=each` and `num_nodes=machines` contradict the processes; numbers that are unknown are `None`."""
+    if machines is not None and nodes is not None and machines != nodes:
+        return True
+    if each is None:
+        return False
+    if any(number is not None and each * number != size for number in (nodes, machines)):
+        return True
+    return nodes is None and local_size is not None and each != local_size
+
+
+def device_of(wanted: RequestedDevices, world: World) -> torch.device:
+    """Return the device of this process. Collective.
+
+    Args:
+        wanted: What the user requested.
+        world: The processes of the run.
+
+    Raises:
+        ConfigurationError: A process has no device; raised on all ranks.
+    """
+    cuda = wanted.accelerator == "cuda" or (wanted.accelerator == "auto" and torch.cuda.is_available())
+    if not cuda:
+        if wanted.accelerator == "mps" and world.local_size > 1:
+            raise ConfigurationError(
+                f"accelerator='mps': there is only one MPS device, but this node has {world.local_size} processes. Use "
+                "accelerator='cpu', or one process: devices=1"
+            )
+        return torch.device("mps" if wanted.accelerator == "mps" else "cpu")
+    index, problem = _gpu(wanted, world)
+    ranks = world.exchange({"problem": problem, "gpu": None if problem else _identity(index)})
+    for rank, found in enumerate(ranks):
+        if found["problem"]:
+            raise ConfigurationError(f"rank {rank}: {found['problem']}")
+    _refuse_shared_gpus([found["gpu"] for found in ranks])
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _gpu(wanted: RequestedDevices, world: World) -> tuple[int, str | None]:
+    """The index of this process's GPU, and what is wrong with it."""
+    if not torch.cuda.is_available():
+        return 0, "torch sees no GPU. Use accelerator='cpu', or install a CUDA build of torch."
+    count = torch.cuda.device_count()
+    if wanted.indices is not None:
+        if world.local_rank >= len(wanted.indices):
+            return 0, (
+                f"devices={list(wanted.indices)} names {counted(len(wanted.indices), 'GPU')}, but this node has "
+                f"{world.local_size} processes. Name one GPU for each process."
+            )
+        index = wanted.indices[world.local_rank]
+        if index >= count:
+            seen = f"torch sees {counted(count, 'GPU')}, numbered from 0"
+            return 0, f"devices={list(wanted.indices)}: GPU {index} does not exist: {seen}. Use smaller numbers."
+        return index, None
+    if count == 1:  # a batch system may show each process its own GPU; `device_of` finds shared ones
+        return 0, None
+    if world.local_rank >= count:
+        return 0, (
+            f"this node has {world.local_size} processes, but torch sees {counted(count, 'GPU')}. Start one process for each "
+            f"GPU: --nproc-per-node {count}, or use accelerator='cpu'."
+        )
+    return world.local_rank, None
+
+
+def _identity(index: int) -> str:
+    """A unique id of a GPU; "" if it has none."""
+    properties: Any = torch.cuda.get_device_properties(index)
+    return str(getattr(properties, "uuid", ""))
+
+
+def _refuse_shared_gpus(gpus: list[str]) -> None:
+    known: dict[str, int] = {}
+    for rank, gpu in enumerate(gpus):
+        if gpu and gpu in known:
+            raise ConfigurationError(
+                f"ranks {known[gpu]} and {rank} have the same GPU, but each process needs its own. Start one process per GPU, "
+                "and let the batch system show each process all GPUs of the node, or only its own."
+            )
+        known[gpu] = rank
+
+
+# ----------------------------------------------------------------------------------------------------- torch's process group
+
+
+def default_group() -> Any:
+    """The default process group; `None` if there is none, or only that of `alone`."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if group is _alone else group
+
+
+@contextmanager
+def alone(backend: str) -> Iterator[None]:
+    """Create a process group for a single process, for a library that needs one. Runs ignore it."""
+    global _alone
+    from torch.distributed import HashStore  # not in every build of torch
+
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    _alone = dist.group.WORLD
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and dist.group.WORLD is _alone:
+            dist.destroy_process_group()
+        _alone = None
+
+
+def make_default_group(place: RankInfo, backend: str, timeout: timedelta) -> None:
+    """Create the default process group with the other processes.
+
+    Args:
+        place: rank, world size, and the address and port of rank 0.
+        backend: the backend of the group.
+        timeout: the timeout of its collectives.
+
+    Raises:
+        ConfigurationError: the processes cannot connect to each other.
+    """
+    from torch.distributed import PrefixStore, Store  # not in every build of torch
+
+    global _store, _groups
+    where = (place.master_addr, place.master_port, place.rank, place.size)
+    if _store is None or _store[0] != where:
+        _store = where, _connect(place, min(timeout, _CONNECT_TIMEOUT))
+    _groups += 1
+    store: Store = PrefixStore(f"group{_groups}", _store[1])
+    if _launcher_hosts_store() and place.nodes == 1:  # torchrun may keep it over restarts, with addresses of dead processes
+        store = PrefixStore(f"start{restarts(os.environ)}", store)
+    if not is_local(place.master_addr):
+        set_gloo_interface(os.environ, place.master_addr)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout)
+
+
+def _launcher_hosts_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _connect(place: RankInfo, timeout: timedelta) -> Any:
+    """The store of the processes, after all of them have connected to it."""
+    from torch.distributed import TCPStore  # not in every build of torch
+
+    hosted = _launcher_hosts_store()
+    server = place.rank == 0 and not hosted
+
+    def connect() -> TCPStore:
+        return TCPStore(
+            place.master_addr,
+            place.master_port,
+            world_size=place.size,
+            is_master=server,
+            timeout=timeout,
+            multi_tenant=not hosted,
+            use_libuv=os.name != "nt",
+        )
+
+    try:
+        return connected(connect, place.master_port, timeout.total_seconds() + _LATE)
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        where = f"{place.master_addr}:{place.master_port}"
+        if server and "address already in use" in str(error).lower():
+            raise ConfigurationError(
+                f"rank 0 cannot listen at {where}: the port is in use. Choose another port for all processes: export "
+                "MASTER_PORT=29501"
+            ) from error
+        raise ConfigurationError(
+            f"rank {place.rank} of {place.size} could not connect to all other ranks at {where} within "
+            f"{timeout.total_seconds():.0f} s. Start all processes, set MASTER_ADDR and MASTER_PORT to an address and a free "
+            f"port of the node of rank 0, and open that port in the firewall. Error of torch: {str(error).splitlines()[0]}"
+        ) from error

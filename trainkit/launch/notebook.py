@@ -3,40 +3,86 @@
 `trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. This module adds the checks
 and output of Accelerate's function, errors that name what cannot be sent or which rank has failed, the source of cells in
 tracebacks, and XLA, whose runtime starts the processes itself.
+
+cloudpickle sends what is defined in a cell or a script by value, and what is in a module by name. This is the only module of
+trainkit that unpickles: only bytes that its own processes exchange during one call, never a file of the user.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import contextvars
+import functools
 import importlib.util
+import inspect
+import io
 import json
 import linecache
 import os
+import re
+import signal
+import string
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, nullcontext
 from pathlib import Path
+from types import CodeType, FunctionType, TracebackType
 from typing import Any
+
+import cloudpickle  # noqa: TID251
+from torch import Tensor
 
 from trainkit.checks import is_number, whole_number
 from trainkit.config.keys import KEYS, convert_value
 from trainkit.config.settings import VARIABLE, Settings, carry, inherited_settings
 from trainkit.console import echo
 from trainkit.distributed.failure import summary
+from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
-from trainkit.launch.cuda_watch import warn_if_cuda_initialized
-from trainkit.launch.environment import read_place
-from trainkit.launch.nodes import grace, join_timeout
-from trainkit.launch.notebook_child import CALL, FOLDER, TASK, read_reports
-from trainkit.launch.pickling import dump_call, load
+from trainkit.launch.environment import grace, join_timeout, read_place, tpu_is_chosen
 from trainkit.launch.private_folder import private_folder
-from trainkit.launch.tpu import tpu_is_chosen
-from trainkit.launch.verdict import INTERRUPTED, PREEMPTED, Verdict
+from trainkit.launch.starting import warn_if_cuda_initialized
+from trainkit.launch.workers import INTERRUPTED, PREEMPTED, Verdict
 
-__all__ = ["notebook_launcher"]
+__all__ = [
+    "CALL",
+    "FOLDER",
+    "TASK",
+    "WorkerOutput",
+    "dump_call",
+    "dump_result",
+    "is_redirected",
+    "load",
+    "notebook_launcher",
+    "read_reports",
+    "shows_progress",
+]
 
 _NAME = "notebook_launcher"
 _PORT, _LOCAL = "29500", "127.0.0.1"
+
+FOLDER = "TRAINKIT_NOTEBOOK_FOLDER"  # the environment variable with the folder of the call
+CALL, TASK = "call", "task.json"  # files for all processes
+_RESULT, _FAILURES = "result", "failures.jsonl"  # files from them, in a folder for each start
+
+_MAX_DEPTH = 8  # how deep to search an object for the part that cannot be pickled
+_NOT_SENT = (
+    "{part} cannot be sent to other processes: {reason}. Create it inside the function, or pass the values that it is built "
+    "from."
+)
+_NOT_RETURNED = (
+    "the function has returned, but {part} cannot be sent back: {reason}. Return numbers, tensors, a state_dict or "
+    "accelerator.unwrap_model(model), or save the result to a file."
+)
+
+_CLOSE_TIMEOUT = 10.0  # seconds for the last output to arrive after the workers have ended
+_NAMES = ("stdout", "stderr")
+_REDRAWN = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)  # the earlier states of a line
 
 
 def notebook_launcher(
@@ -125,7 +171,6 @@ def _launch(
     call: bytes, variables: Mapping[str, str], options: Mapping[str, Any], template: str | None, replicas: int | None
 ) -> Any:
     from trainkit.launch.agent import Job, run_to_end
-    from trainkit.launch.worker_output import WorkerOutput, is_redirected, shows_progress
 
     progress, environment = shows_progress(), {**os.environ, **variables}
     output = WorkerOutput(template) if template is not None or is_redirected() else None
@@ -185,7 +230,7 @@ def _command(shows_progress: bool) -> tuple[str, ...]:
         )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     unbuffered = () if shows_progress else ("-u",)  # so that the output of a killed process is not lost
-    code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.notebook_child import main; main()"
+    code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.notebook import main; main()"
     return (sys.executable, *flags, *unbuffered, "-c", code)
 
 
@@ -294,3 +339,297 @@ def _check_xla(num_nodes: int, max_restarts: int) -> None:
             f"{_NAME}: this process has used the TPU, which only one process can use. Restart the kernel, and use XLA devices "
             "inside the function only."
         )
+
+
+# ------------------------------------------------------------------------------------------------------------- the processes
+
+
+def main() -> None:
+    """Run one of the processes of a call."""
+    sys.excepthook = _print_error
+    folder = os.environ.pop(FOLDER)
+    task = json.loads(Path(folder, TASK).read_text())
+    if task["replicas"] is None:
+        _run(folder, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"]))
+    else:
+        _launch_replicas(folder, task)
+
+
+def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
+    """The failures of the last start, in the order in which they happened, and the pickled result of rank 0."""
+    last = folder / str(max((int(path.name) for path in folder.iterdir() if path.is_dir()), default=0))
+    failures, result = last / _FAILURES, last / _RESULT
+    lines = failures.read_text("utf-8", errors="replace").splitlines() if failures.exists() else []
+    reports = []
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a full disk has cut it off
+            reports.append(json.loads(line))
+    return reports, result.read_bytes() if result.exists() else None
+
+
+def _launch_replicas(folder: str, task: dict[str, Any]) -> None:
+    """Let XLA's runtime start its processes or threads, each of which calls `run_replica`."""
+    from trainkit.distributed.failure import summary
+    from trainkit.distributed.failure_handling import end_process
+    from trainkit.registry import load_strategy
+
+    os.environ.clear()  # the agent's variables, which XLA's runtime would mistake for those of a launcher
+    os.environ.update(task["environment"])
+    # the runtime would wait for its processes, which do not get the signals that this one gets
+    signal.signal(signal.SIGINT, lambda *_: end_process(130))
+    try:
+        load_strategy("xla").launch(run_replica, (folder,), devices=task["replicas"] or None)
+    except Exception as error:  # an error of the runtime, if no replica has reported one
+        _report(_start_folder(folder), 0, summary(error), follows=True)
+        raise
+
+
+def run_replica(index: int, folder: str) -> None:
+    """Run the function as one XLA replica with this rank."""
+    try:
+        _run(folder, index, index)
+    except Exception as error:
+        if not isinstance(error, ProcessFailedError):  # the failure of another replica, which prints it
+            _print_error(type(error), error, error.__traceback__)  # without the frames of the runtime
+        raise SystemExit(1) from None
+
+
+def _run(folder: str, rank: int, local_rank: int) -> None:
+    from trainkit.distributed.failure import is_communication, summary
+
+    reports = _start_folder(folder)
+    _restore(json.loads(Path(folder, TASK).read_text()), local_rank)
+    try:
+        function, args = load(Path(folder, CALL).read_bytes())
+    except Exception as error:
+        why = (
+            f"notebook_launcher: the function or its arguments cannot be loaded in another process: {summary(error)}. Modules "
+            "are imported there from sys.path. Define the function in a cell or in the script, save the module to a file, or "
+            "send it by value: cloudpickle.register_pickle_by_value(module)"
+        )
+        _report(reports, rank, why, refused=True)
+        if rank == 0 and not isinstance(error, ImportError | AttributeError):  # their message is enough
+            traceback.print_exception(error)
+        raise SystemExit(1) from None
+    try:
+        result = function(*args)
+    except Exception as error:
+        _report(reports, rank, summary(error), follows=isinstance(error, ProcessFailedError) or is_communication(error))
+        raise
+    if rank == 0:
+        try:
+            (reports / _RESULT).write_bytes(dump_result(result))
+        except ConfigurationError as error:  # no reason to stop the other ranks
+            _report(reports, rank, str(error), refused=True)
+
+
+def _start_folder(folder: str) -> Path:
+    path = Path(folder, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    path.mkdir(exist_ok=True)
+    return path
+
+
+def _report(folder: Path, rank: int, summary: str, refused: bool = False, follows: bool = False) -> None:
+    """Report a failure: `refused` if something cannot be sent, `follows` if it follows from that of another rank."""
+    with open(folder / _FAILURES, "a", encoding="utf-8") as file:  # one write, which is not mixed with those of other ranks
+        file.write(json.dumps({"rank": rank, "summary": summary, "refused": refused, "follows": follows}) + "\n")
+
+
+def _restore(task: dict[str, Any], local_rank: int) -> None:
+    """Set the arguments, the source of cells and the kind of output as in the notebook's process."""
+    sys.argv[:] = task["argv"]
+    linecache.cache.update((name, tuple(entry)) for name, entry in task["sources"].items())
+    for name, shows_progress in task["shows_progress"].items():
+        stream = getattr(sys, name)
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", newline="\n", line_buffering=True)
+        if shows_progress and local_rank == 0:
+            stream.isatty = lambda: True  # a notebook redraws a line like a terminal
+
+
+def _print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback, starting at the user's function; nothing for Ctrl-C, which the notebook shows."""
+    if kind is KeyboardInterrupt:
+        return
+    inner = trace
+    while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, "<string>"):
+        inner = inner.tb_next
+    traceback.print_exception(kind, error, inner or trace)  # which finds the source of cells, unlike sys.__excepthook__
+
+
+# --------------------------------------------------------------------------------------------------- the call and its result
+
+
+class _BoundError(Exception):
+    """An object that belongs to a running process group."""
+
+
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        """Refuse objects of a process group. Move tensors to the CPU: otherwise every process would use the same device."""
+        kind: Any = type(obj)
+        is_strategy = any(base.__module__ == "trainkit.strategy" for base in kind.__mro__)
+        if issubclass(kind, World) or (is_strategy and obj.joined):
+            raise _BoundError
+        if kind is Tensor and obj.device.type not in ("cpu", "meta"):
+            return obj.detach().cpu().requires_grad_(obj.requires_grad).__reduce_ex__(self.proto)
+        return super().reducer_override(obj)
+
+
+def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Pickle a function and its arguments; `load` returns them as a tuple, with tensors on the CPU.
+
+    Raises:
+        ConfigurationError: a part cannot be pickled; the message names it.
+    """
+    parts = {_name(function): function, **{f"argument {index}": value for index, value in enumerate(args)}}
+    return _dump_or_explain((function, args), parts, _NOT_SENT)
+
+
+def dump_result(result: Any) -> bytes:
+    """Like `dump_call`, for what the function returned."""
+    return _dump_or_explain(result, {"the result": result}, _NOT_RETURNED)
+
+
+def load(data: bytes) -> Any:
+    """Unpickle what a process of the same launch has pickled."""
+    return cloudpickle.loads(data)
+
+
+def _dump(value: Any) -> bytes:
+    with io.BytesIO() as file:
+        _Pickler(file).dump(value)
+        return file.getvalue()
+
+
+def _dump_or_explain(value: Any, parts: Mapping[str, Any], message: str) -> bytes:
+    try:
+        return _dump(value)
+    except Exception as error:
+        part, why = _first_unpicklable(parts) or (next(iter(parts)), error)
+        reason = "it belongs to this process" if isinstance(why, _BoundError) else summary(why).rstrip(".")
+        raise ConfigurationError(f"notebook_launcher: {message.format(part=part, reason=reason)}") from error
+
+
+def _first_unpicklable(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Exception] | None:
+    """Name and type of the innermost part that cannot be pickled, and the error."""
+    for name, value in parts.items():
+        try:
+            _dump(value)
+        except Exception as error:
+            known = isinstance(error, _BoundError) and hasattr(value, "__dict__") and not inspect.isroutine(value)
+            inner = {} if known or depth >= _MAX_DEPTH else _parts(name, value)  # users know an Accelerator, not its parts
+            return _first_unpicklable(inner, depth + 1) or (f"{name} (of type {type(value).__name__})", error)
+    return None
+
+
+def _parts(name: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, functools.partial):
+        value = [value.func, *value.args, *value.keywords.values()]
+    if inspect.ismethod(value):
+        return {f"the object of {name}": value.__self__}
+    if inspect.isfunction(value):
+        return {f"{key}, used by {_name(value)}": part for key, part in _outer_variables(value).items()}
+    if isinstance(value, Mapping):
+        return {f"{name}[{key!r}]": part for key, part in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return {f"{name}[{index}]": part for index, part in enumerate(value)}
+    if inspect.isclass(value) or inspect.ismodule(value):
+        return {}
+    return {f"{name}.{key}": part for key, part in getattr(value, "__dict__", {}).items()}
+
+
+def _outer_variables(function: FunctionType) -> dict[str, Any]:
+    """Variables that a function and the functions inside it use from outside, and its defaults."""
+    found: dict[str, Any] = dict(inspect.getclosurevars(function).nonlocals)
+    codes = [function.__code__]
+    for code in codes:
+        found |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    parameters = inspect.signature(function).parameters.values()
+    return found | {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"the function {getattr(function, '__name__', type(function).__name__)}"
+
+
+# -------------------------------------------------------------------------------------------------------------------- output
+
+
+def is_redirected() -> bool:
+    """Whether `sys.stdout` or `sys.stderr` is not the file that workers inherit: in a notebook, under capture."""
+    return sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
+
+
+def shows_progress() -> dict[str, bool]:
+    """For each stream, whether it can redraw a line, as a terminal and a notebook can, but a file cannot."""
+    streams = {name: getattr(sys, name) for name in _NAMES}
+    return {name: _is_notebook(one) or (one is not None and bool(one.isatty())) for name, one in streams.items()}
+
+
+class WorkerOutput:
+    """Copy the output of workers to the streams of this process.
+
+    Output of local rank 0 appears as it is printed, progress bars included. Other ranks, and all ranks with a template, appear
+    line by line; of a line that was redrawn, the last state is shown.
+
+    Args:
+        template: prefix of each line, as in torch elastic: `${role_name}`, `${rank}` and `${local_rank}` are replaced.
+    """
+
+    def __init__(self, template: str | None = None) -> None:
+        self._template = string.Template(template or "")
+        self._streams = {name: _Stream(getattr(sys, name)) for name in _NAMES}
+        self._threads: list[threading.Thread] = []
+
+    def take(self, local_rank: int, rank: int, process: Any) -> None:
+        """Copy the pipes `stdout` and `stderr` of a process until it, and everything it has started, has ended."""
+        prefix = self._template.safe_substitute(role_name="trainkit", rank=rank, local_rank=local_rank)
+        for name, stream in self._streams.items():
+            read = contextvars.copy_context().run  # a notebook finds the cell of a thread by its context
+            texts = _read(getattr(process, name))
+            copy = (stream.copy, texts) if local_rank == 0 and not prefix else (stream.copy, _by_lines(texts, prefix), True)
+            thread = threading.Thread(target=read, args=copy, name=f"trainkit-{name}-{rank}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def close(self) -> None:
+        """Wait for the last output, but not long for processes that workers have left running."""
+        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+
+class _Stream:
+    """A stream that several threads write to."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._lock, self._line_is_open = stream, threading.Lock(), False
+
+    def copy(self, texts: Iterable[str], whole_lines: bool = False) -> None:
+        """Write texts; whole lines begin on a new line. Errors are ignored: workers must not fail because of the display."""
+        for text in texts:
+            with self._lock, contextlib.suppress(Exception):
+                self._stream.write(f"\n{text}" if whole_lines and self._line_is_open else text)
+                self._line_is_open = not text.endswith("\n")
+                if not _is_notebook(self._stream):  # which flushes by itself
+                    self._stream.flush()
+
+
+def _read(pipe: io.BufferedReader) -> Iterator[str]:
+    with pipe:
+        yield from codecs.iterdecode(iter(lambda: pipe.read1(65536), b""), "utf-8", "replace")
+
+
+def _by_lines(texts: Iterable[str], prefix: str) -> Iterator[str]:
+    rest = ""
+    for text in texts:
+        *lines, rest = _REDRAWN.sub("", rest + text).split("\n")
+        if lines:
+            yield "".join(prefix + line.rstrip("\r") + "\n" for line in lines)
+    if rest:
+        yield prefix + rest.rstrip("\r") + "\n"
+
+
+def _is_notebook(stream: Any) -> bool:
+    return "ipykernel" in type(stream).__module__

@@ -27,8 +27,7 @@ from trainkit.console import echo
 from trainkit.distributed.failure import names_another_failure
 from trainkit.distributed.wire import decode
 from trainkit.errors import ConfigurationError
-from trainkit.launch.verdict import INTERRUPTED, PREEMPTED
-from trainkit.launch.workers import end_with_parent
+from trainkit.launch.workers import INTERRUPTED, PREEMPTED, end_with_parent
 
 __all__ = ["HEARTBEAT", "MARK", "SIGNAL", "START", "host_script", "run_hosts"]
 

@@ -34,7 +34,7 @@ from trainkit.console import notice
 from trainkit.distributed.stores import connected
 from trainkit.distributed.wire import decode
 from trainkit.errors import ConfigurationError
-from trainkit.launch.rank_info import is_local
+from trainkit.launch.environment import is_local
 
 __all__ = ["BACKEND", "NodesChanged", "Rendezvous"]
 

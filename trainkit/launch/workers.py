@@ -1,4 +1,4 @@
-"""`Workers`: the worker processes of one start on this node; `deadline`: how long they may take to end."""
+"""`Workers`: the worker processes of one start on this node; `make_verdict`: how they ended, and what follows for the job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 
-__all__ = ["End", "Workers", "deadline", "end_with_parent"]
+__all__ = ["FAILED", "INTERRUPTED", "PREEMPTED", "End", "Verdict", "Workers", "deadline", "end_with_parent", "make_verdict"]
 
 _PREEMPTED = 143
 _FAILURE_TIMEOUT = 4.0  # seconds for the other workers to end by themselves after a failure and print their own errors
@@ -27,6 +28,13 @@ _POSIX = os.name == "posix"
 _KILL = signal.SIGKILL if _POSIX else signal.SIGTERM
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
 _PR_SET_PDEATHSIG = 1
+
+FAILED = 1
+INTERRUPTED = 130  # the exit code after Ctrl-C
+PREEMPTED = 143  # the exit code of a run that received a stop request and has saved
+_KILLED = 137
+_STOPPED = {-signal.SIGTERM, -getattr(signal, "SIGHUP", signal.SIGTERM)}
+_MANY = 8  # ranks that a message names
 
 
 class End(NamedTuple):
@@ -179,3 +187,77 @@ def _before_exec() -> None:
     end_with_parent()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+
+
+# ------------------------------------------------------------------------------------------------------------ how they ended
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the workers ended, and what follows for the job.
+
+    Attributes:
+        code: the exit code.
+        final: whether the workers must not be restarted.
+        first: the first failure, if there was one.
+        message: for the user at the end: about killed processes, which have not printed a traceback.
+    """
+
+    code: int
+    final: bool
+    first: str | None
+    message: str | None
+
+
+def make_verdict(ended: Sequence[tuple[int, int]], killed: Sequence[int], received: Sequence[int], grace: float) -> Verdict:
+    """The verdict on workers that have ended.
+
+    Args:
+        ended: rank and exit code, negative for a signal, of the workers that ended by themselves, in that order.
+        killed: the ranks of the workers that did not end by themselves.
+        received: the signals that the launcher got.
+        grace: seconds that workers had after a signal.
+    """
+    failed = [(rank, code) for rank, code in ended if code != 0]
+    codes = [code for _, code in failed]
+    if not failed and not killed:
+        return Verdict(0, True, None, None)
+    first = _exit(*failed[0]) if failed else None
+    if signal.SIGINT in received[:1] or not {-signal.SIGINT, INTERRUPTED}.isdisjoint(codes):
+        return Verdict(INTERRUPTED, True, first, None)
+    if received or PREEMPTED in codes:
+        return Verdict(_preempted_code(codes, received), True, first, _too_slow(killed, received, grace))
+    if _STOPPED.intersection(codes[:1]):  # outside a run, where there is nothing to save
+        return Verdict(PREEMPTED, True, first, first)
+    message = "; ".join([_exit(rank, code) for rank, code in failed if code < 0][:_MANY])
+    return Verdict(_shell_code(codes), False, first, message or None)
+
+
+def _preempted_code(codes: Sequence[int], received: Sequence[int]) -> int:
+    passed_on = {-signal.SIGTERM, *(-number for number in received)}
+    return PREEMPTED if PREEMPTED in codes else _shell_code([code for code in codes if code not in passed_on] or codes)
+
+
+def _shell_code(codes: Sequence[int]) -> int:
+    """The first code as a shell reports it: 128 + the signal."""
+    return _KILLED if not codes else codes[0] if codes[0] >= 0 else 128 - codes[0]
+
+
+def _too_slow(killed: Sequence[int], received: Sequence[int], grace: float) -> str | None:
+    if not killed:
+        return None
+    ranks = ", ".join(map(str, killed[:_MANY]))
+    after = f"after {_signal_name(received[0])}" if received else "after the other ranks"
+    noun, were = ("ranks", "were") if len(killed) > 1 else ("rank", "was")
+    return f"{noun} {ranks} did not end within {grace:.0f} s {after}, and {were} killed"
+
+
+def _exit(rank: int, code: int) -> str:
+    if code >= 0:
+        return f"rank {rank} ended with exit code {code}"
+    why = " (possibly out of memory)" if -code == getattr(signal, "SIGKILL", 0) else ""
+    return f"rank {rank} was ended by {_signal_name(-code)}{why}"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"

@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from trainkit.config.settings import Settings, inherited_settings
+from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
-from trainkit.launch.resolve import read_wanted
-from trainkit.launch.tpu import DEVICE
+from trainkit.launch.strategy_choice import read_wanted
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
 

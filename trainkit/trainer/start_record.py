@@ -19,7 +19,7 @@ import torch
 from trainkit._version import __version__
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, Preempted
-from trainkit.launch.self_start import folder_at_start, start_command
+from trainkit.launch.starting import folder_at_start, start_command
 from trainkit.loggers.run_files import STARTS, append_record, utc_now
 from trainkit.masking import mask_arguments, mask_text
 from trainkit.trainer.explain import end_reason

@@ -21,7 +21,7 @@ from trainkit.data.combined import as_passed
 from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
 from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable
-from trainkit.launch.resolve import joined_strategy, read_wanted
+from trainkit.launch.strategy_choice import joined_strategy, read_wanted
 from trainkit.loggers.run_files import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.store import as_tensors
@@ -43,14 +43,7 @@ from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import end_line, explain, folders_line, results_table
 from trainkit.trainer.from_config import attribute_errors, with_settings
-from trainkit.trainer.lifecycle import (
-    agree_on_signals,
-    build_hooks,
-    interruptible,
-    refuse_evaluation,
-    running,
-    set_up,
-)
+from trainkit.trainer.lifecycle import agree_on_signals, build_hooks, interruptible, refuse_evaluation, running, set_up
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.metric_notices import warn_of_modes, warn_rare_logs

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainkit.launch.tpu import tpu_is_chosen
+from trainkit.launch.environment import tpu_is_chosen
 from trainkit.loggers.base import is_installed
 
 __all__ = [

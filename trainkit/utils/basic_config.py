@@ -12,7 +12,7 @@ from trainkit.config.keys import KEYS, convert_value
 from trainkit.config.settings import Settings
 from trainkit.config.settings_file import default_file, write_settings
 from trainkit.console import notice
-from trainkit.launch.tpu import DEVICE, tpu_is_chosen
+from trainkit.launch.environment import DEVICE, tpu_is_chosen
 from trainkit.registry import automatic_info
 
 __all__ = ["write_basic_config"]

@@ -8,8 +8,8 @@ from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.console import with_article
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.launch.environment import runtime_is_loaded
 from trainkit.launch.joining import joined
-from trainkit.launch.tpu import runtime_is_loaded
 
 __all__ = ["broadcast_object_list", "gather_object"]
 

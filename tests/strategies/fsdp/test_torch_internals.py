@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainkit.launch.process_group import alone
+from trainkit.launch.joining import alone
 from trainkit.strategies.fsdp.sharded_model import (
     allocate,
     drop_gradients,

@@ -12,7 +12,7 @@ import torch
 from trainkit import Trainer
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.launch.resolve import joined_strategy
+from trainkit.launch.strategy_choice import joined_strategy
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.strategies import XLAStrategy
 from trainkit.strategies.xla import runtime as _xla_runtime
@@ -192,7 +192,7 @@ def test_it_is_chosen_only_for_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(XLAStrategy, "join", lambda self, wanted: joined.append(wanted))
     assert joined_strategy("auto", RequestedDevices("xla", 4), False).name == "xla"
     assert joined_strategy("auto", RequestedDevices("cpu"), False).name == "single"
-    monkeypatch.setattr("trainkit.launch.resolve.tpu_is_chosen", lambda: True)
+    monkeypatch.setattr("trainkit.launch.strategy_choice.tpu_is_chosen", lambda: True)
     assert joined_strategy("auto", RequestedDevices(), False).name == "xla"
     assert joined_strategy("auto", RequestedDevices("cpu"), False).name == "single"
     assert joined == [RequestedDevices("xla", 4), RequestedDevices()]

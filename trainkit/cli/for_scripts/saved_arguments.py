@@ -36,7 +36,7 @@ from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.for_scripts.argument_parser import TrainkitArgumentParser, class_of, without_classes
 from trainkit.console import notice
 from trainkit.errors import CheckpointError
-from trainkit.launch.script_options import option, options
+from trainkit.launch.environment import option, options
 from trainkit.module.hparams import configured
 from trainkit.module.trusted import Trust
 from trainkit.paths import local_path

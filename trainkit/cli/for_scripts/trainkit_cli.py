@@ -37,7 +37,7 @@ from trainkit.cli.for_scripts.argument_parser import (
 from trainkit.cli.for_scripts.saved_arguments import checkpoint_defaults
 from trainkit.console import warn
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError, TrainkitError
-from trainkit.launch.script_options import options
+from trainkit.launch.environment import options
 from trainkit.loggers.run_files import regular_size, yaml_in
 from trainkit.masking import mask_arguments
 from trainkit.module.data_module import DataModule

@@ -13,8 +13,8 @@ import pytest
 from helpers.support import run_python, without_gloo
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch import self_start
-from trainkit.launch.self_start import folder_at_start, start_command
+from trainkit.launch import starting
+from trainkit.launch.starting import folder_at_start, start_command
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="exec is not the same elsewhere")
 
@@ -23,7 +23,7 @@ SCRIPT = """\
 import atexit, json, os, sys
 rank = os.environ.get("RANK")
 if rank is None:
-    from trainkit.launch.self_start import become_agent
+    from trainkit.launch.starting import become_agent
     atexit.register(lambda: print("at exit", flush=True))
     sys.stdout.write("not flushed, ")
     os.chdir("/")
@@ -158,7 +158,7 @@ def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """This process as if it had been started by `python script.py`."""
-    monkeypatch.setattr(self_start, "FOLDER", str(tmp_path))
+    monkeypatch.setattr(starting, "START_FOLDER", str(tmp_path))
     start(monkeypatch, ["python", "script.py"], file=str(tmp_path / "script.py"))
     (tmp_path / "script.py").touch()
     (tmp_path / "a folder").mkdir()
@@ -252,8 +252,8 @@ def test_standard_input_with_arguments(started: pytest.MonkeyPatch) -> None:
 
 
 def test_the_shell_of_ipython_is_a_notebook(started: pytest.MonkeyPatch) -> None:
-    assert not self_start.in_notebook()
+    assert not starting.in_notebook()
     started.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: None))
-    assert not self_start.in_notebook()  # a program that only uses IPython
+    assert not starting.in_notebook()  # a program that only uses IPython
     started.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: object()))
-    assert self_start.in_notebook()
+    assert starting.in_notebook()

@@ -10,8 +10,8 @@ from trainkit.checks import is_whole, whole_number
 from trainkit.console import notice
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.launch.environment import DEVICE, tpu_is_chosen
 from trainkit.launch.joining import note_single_process, processes, single_world
-from trainkit.launch.tpu import DEVICE, tpu_is_chosen
 from trainkit.registry import automatic_strategy, find_info, known_spelling, make_strategy
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from trainkit.launch.verdict import Verdict, make_verdict
+from trainkit.launch.workers import Verdict, make_verdict
 
 TERM, KILL, INT, USR1, HUP = signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP
 SLOW = "did not end within 30 s after"

@@ -15,7 +15,7 @@ import pytest
 from helpers.launch.agents import wait_until
 from helpers.support import ROOT, run_python
 
-from trainkit.launch.worker_output import WorkerOutput, is_redirected, shows_progress
+from trainkit.launch.notebook import WorkerOutput, is_redirected, shows_progress
 
 Cells = Callable[[], "tuple[Cell, Cell]"]
 WHERE: contextvars.ContextVar[str] = contextvars.ContextVar("WHERE", default="nowhere")
@@ -129,7 +129,7 @@ def test_output_is_read_where_it_is_not_wanted(cells: Cells) -> None:
 
 def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` does not wait for background processes of a worker; their later output still appears."""
-    monkeypatch.setattr("trainkit.launch.worker_output._CLOSE_TIMEOUT", 0.0)
+    monkeypatch.setattr("trainkit.launch.notebook._CLOSE_TIMEOUT", 0.0)
     out, _ = cells()
     streams = WorkerOutput()
     processes = take(streams, 1)
@@ -142,7 +142,7 @@ def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypat
 
 def test_a_program_that_writes_to_its_own_files_needs_none() -> None:
     """Output must be copied only if `sys.stdout` is not the stream that worker processes inherit."""
-    program = "import sys; from trainkit.launch.worker_output import *; print(is_redirected(), shows_progress())"
+    program = "import sys; from trainkit.launch.notebook import *; print(is_redirected(), shows_progress())"
     assert run_python(program).stdout == "False {'stdout': False, 'stderr': False}\n"
     other = f"import io, sys; said = sys.stdout; sys.stdout = io.StringIO(); {program.partition('; ')[2][:-1]}, file=said)"
     assert run_python(f"import sys; {other}", cwd=ROOT).stdout == "True {'stdout': False, 'stderr': False}\n"

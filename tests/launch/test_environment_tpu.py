@@ -1,4 +1,4 @@
-"""`trainkit.launch.tpu`: whether there is a TPU, and the rank of this process in a slice."""
+"""`trainkit.launch.environment`: whether there is a TPU, and the rank of this process in a slice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch import tpu
-from trainkit.launch.tpu import place_in_slice, tpu_is_chosen, tpu_is_here
+from trainkit.launch import environment
+from trainkit.launch.environment import place_in_slice, tpu_is_chosen, tpu_is_here
 
 
 def bus(folder: Path, *devices: tuple[str, str]) -> Path:
@@ -43,7 +43,7 @@ def test_a_tpu_is_found_on_the_bus(tmp_path: Path) -> None:
     [
         ({"PJRT_DEVICE": "TPU"}, False, True, True),
         ({"PJRT_DEVICE": "CPU"}, True, True, False),
-        ({"PJRT_DEVICE": "CPU", tpu.REPLICA: "1"}, False, True, True),
+        ({"PJRT_DEVICE": "CPU", environment.REPLICA: "1"}, False, True, True),
         ({}, True, True, True),
         ({}, True, False, False),
         ({}, False, True, False),
@@ -53,7 +53,7 @@ def test_a_tpu_is_used_where_it_can_be(
     env: dict[str, str], here: bool, installed: bool, chosen: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     caplog.set_level("INFO", "trainkit")
-    monkeypatch.setattr(tpu, "tpu_is_here", lambda: here)
+    monkeypatch.setattr(environment, "tpu_is_here", lambda: here)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if installed else None)
     assert tpu_is_chosen(env) is chosen
     fix = "To use it: pip install 'trainkit-torch[xla]'"

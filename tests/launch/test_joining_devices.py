@@ -11,7 +11,7 @@ import torch
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.launch.devices import device_of
+from trainkit.launch.joining import device_of
 
 
 class Others(World):

@@ -10,7 +10,7 @@ import torch
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.joining import processes
-from trainkit.launch.resolve import joined_strategy, read_wanted
+from trainkit.launch.strategy_choice import joined_strategy, read_wanted
 from trainkit.strategy import Strategy
 
 

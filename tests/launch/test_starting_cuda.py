@@ -10,11 +10,10 @@ import torch
 from helpers.support import run_python
 
 from trainkit.console import TrainkitWarning
-from trainkit.launch import cuda_watch
-from trainkit.launch.cuda_watch import warn_if_cuda_initialized, watch_cuda
-from trainkit.launch.self_start import become_agent
+from trainkit.launch import starting
+from trainkit.launch.starting import become_agent, warn_if_cuda_initialized, watch_cuda
 
-HERE = r"test_cuda_watch\.py:\d+"
+HERE = r"test_starting_cuda\.py:\d+"
 
 
 @pytest.fixture
@@ -27,19 +26,19 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_initialized", False)
     monkeypatch.setattr(torch.cuda, "_queued_calls", [])
     monkeypatch.setattr(torch.cuda, "_lazy_seed_tracker", type(torch.cuda._lazy_seed_tracker)())
-    monkeypatch.setattr(cuda_watch, "_watching", False)
-    monkeypatch.setattr(cuda_watch, "_where", None)
+    monkeypatch.setattr(starting, "_watching", False)
+    monkeypatch.setattr(starting, "_where", None)
 
 
 def test_the_line_is_noted(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     watch_cuda()
     watch_cuda()
     assert len(torch.cuda._queued_calls) == 1
-    assert cuda_watch._where is None
+    assert starting._where is None
     warn_if_cuda_initialized("devices=2")  # no warning
     torch.cuda.init()
     assert torch.cuda.is_initialized()
-    found = cuda_watch._where
+    found = starting._where
     assert re.fullmatch(rf"{HERE}: torch\.cuda\.init\(\)", found or "")
     with pytest.warns(
         TrainkitWarning, match=rf"notebook_launcher starts processes, but .* has already initialized CUDA, at {HERE}: torch"
@@ -51,8 +50,8 @@ def test_a_script_that_starts_its_processes_is_warned(monkeypatch: pytest.Monkey
     def warned(launch: str) -> None:
         raise RuntimeError(launch)  # so that this process is not replaced by the agent
 
-    monkeypatch.setattr("trainkit.launch.self_start.start_command", lambda processes: ["python", "train.py"])
-    monkeypatch.setattr("trainkit.launch.self_start.warn_if_cuda_initialized", warned)
+    monkeypatch.setattr("trainkit.launch.starting.start_command", lambda processes: ["python", "train.py"])
+    monkeypatch.setattr("trainkit.launch.starting.warn_if_cuda_initialized", warned)
     with pytest.raises(RuntimeError, match="devices=2"):
         become_agent(2)
 
@@ -63,25 +62,25 @@ def test_a_thread(gpu: None) -> None:
     thread = threading.Thread(target=torch.cuda.init, name="loads")
     thread.start()
     thread.join()
-    assert cuda_watch._where == "an unknown line of the thread 'loads'"
+    assert starting._where == "an unknown line of the thread 'loads'"
 
 
 def test_an_earlier_line(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """If CUDA was initialized before `import trainkit`, the line is unknown."""
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     watch_cuda()
-    assert cuda_watch._where == "a line before 'import trainkit' (to see which, import trainkit first)"
+    assert starting._where == "a line before 'import trainkit' (to see which, import trainkit first)"
 
 
 def test_nothing_is_watched_without_debug_mode(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ACCELERATE_DEBUG_MODE")
     watch_cuda()
     torch.cuda.init()
-    assert cuda_watch._where is None
+    assert starting._where is None
 
 
 @pytest.mark.parametrize("value, watching", [("1", True), ("0", False)])
 def test_watching_begins_with_the_import(value: str, watching: bool) -> None:
-    text = "import trainkit, sys; print(getattr(sys.modules.get('trainkit.launch.cuda_watch'), '_watching', None))"
+    text = "import trainkit, sys; print(getattr(sys.modules.get('trainkit.launch.starting'), '_watching', None))"
     done = run_python(text, env={"TRAINKIT_DEBUG_MODE": value})
     assert done.stdout.strip() == str(watching), done.stderr

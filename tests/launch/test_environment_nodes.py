@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.nodes import Nodes, grace, join_timeout, node_range, quietly, read_nodes
-from trainkit.launch.rank_info import stable_port
+from trainkit.launch.environment import Nodes, grace, join_timeout, node_range, quietly, read_nodes, stable_port
 
 STEP = (
     "SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS={tasks} SLURM_STEP_NUM_NODES=2 SLURM_STEP_TASKS_PER_NODE={each}(x2) "

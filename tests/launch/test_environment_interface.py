@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.launch import interface
-from trainkit.launch.interface import GLOO, set_gloo_interface
+from trainkit.launch import environment
+from trainkit.launch.environment import GLOO, set_gloo_interface
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
             return [(None, None, None, "", (address, 0)) for address in own]
 
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
-        monkeypatch.setattr(interface, "_source", lambda target: sources.get("master" if target == "master" else "outside"))
+        monkeypatch.setattr(environment, "_source", lambda target: sources.get("master" if target == "master" else "outside"))
         addresses = [("lo", "127.0.0.1"), ("eth0", "10.0.0.7"), ("ib0", "192.168.3.7")]
-        monkeypatch.setattr(interface, "_addresses", lambda: iter(addresses))
+        monkeypatch.setattr(environment, "_addresses", lambda: iter(addresses))
 
     return make
 
@@ -58,7 +58,7 @@ def test_the_interface_of_the_user_is_kept(machine: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux only")
 def test_the_real_interfaces() -> None:
-    assert ("lo", "127.0.0.1") in list(interface._addresses())
-    assert interface._source("127.0.0.1") is None
-    assert interface._interface("127.0.0.1") == "lo"
-    assert interface._interface(None) is None
+    assert ("lo", "127.0.0.1") in list(environment._addresses())
+    assert environment._source("127.0.0.1") is None
+    assert environment._interface("127.0.0.1") == "lo"
+    assert environment._interface(None) is None

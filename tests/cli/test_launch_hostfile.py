@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from trainkit.cli.launch import Host, read_hostfile
 from trainkit.errors import ConfigurationError
-from trainkit.launch.hostfile import Host, read_hostfile
 
 TEXT = """\
 # the nodes of rack 7

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainkit import Accelerator, DataModule, TrainModule
 from trainkit.errors import ConfigurationError
-from trainkit.launch.pickling import dump_call, dump_result, load
+from trainkit.launch.notebook import dump_call, dump_result, load
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 
 LOCK = threading.Lock()

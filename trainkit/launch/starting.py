@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import linecache
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from types import ModuleType
 from typing import NoReturn
 
-from trainkit.console import echo
+from trainkit.config.settings import debugging
+from trainkit.console import echo, warn
 from trainkit.errors import ConfigurationError
-from trainkit.launch.cuda_watch import warn_if_cuda_initialized
-from trainkit.launch.start_dir import FOLDER
+from trainkit.launch import START_FOLDER
 
-__all__ = ["become_agent", "folder_at_start", "in_notebook", "serve", "start_command"]
+__all__ = ["become_agent", "folder_at_start", "in_notebook", "start_command", "warn_if_cuda_initialized", "watch_cuda"]
 
 _RUNNERS = {"pytest", "pytest.__main__", "unittest.__main__", "ipykernel_launcher", "IPython.__main__", "doctest"}
 _PROGRAMS = {"pytest", "py.test", "ipython", "ipython3", "jupyter", "jupyter-lab", "jupyter-notebook"}
 
 # Interpreter options whose value is the next argument, if it is not part of the option.
 _WITH_VALUE = "cmWX"
+
+_watching = False
+_where: str | None = None
 
 
 def in_notebook() -> bool:
@@ -45,7 +50,7 @@ def become_agent(processes: int) -> NoReturn:
     """
     command = start_command(processes)
     warn_if_cuda_initialized(f"devices={processes}")
-    code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.self_start import serve; serve()"
+    code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.starting import serve; serve()"
     agent = [sys.executable, "-c", code, str(processes), *command]
     folder = folder_at_start()
     if folder is not None:
@@ -62,7 +67,7 @@ def become_agent(processes: int) -> NoReturn:
 
 def serve() -> NoReturn:
     """The program of the launcher, whose arguments are `N command…`."""
-    from trainkit.launch.nodes import grace, quietly
+    from trainkit.launch.environment import grace, quietly
 
     environment = quietly(os.environ)
     processes, *command = sys.argv[1:]
@@ -113,7 +118,7 @@ def folder_at_start() -> str | None:
         for ending in (sys.orig_argv[at], os.path.join(sys.orig_argv[at], "__main__.py")):
             if file.endswith(os.sep + ending):
                 return str(file[: -len(ending)])
-    return FOLDER
+    return START_FOLDER
 
 
 def _why_not_repeatable(main: ModuleType | None, kind: str) -> str | None:
@@ -153,3 +158,45 @@ def _script(arguments: list[str]) -> tuple[int, str]:
                 at += position == len(argument)
                 break
     return at, "input" if at >= len(arguments) or arguments[at] == "-" else "script"
+
+
+# ---------------------------------------------------------------------------------------------------------------- debug mode
+
+
+def watch_cuda() -> None:
+    """In debug mode, record the line that initializes CUDA from now on."""
+    global _watching, _where
+    if _watching or not debugging():
+        return
+    import torch
+
+    _watching = True
+    if torch.cuda.is_initialized():
+        _where = "a line before 'import trainkit' (to see which, import trainkit first)"
+    else:
+        torch.cuda._lazy_call(_record_line)  # torch has no public hook
+
+
+def warn_if_cuda_initialized(launcher: str) -> None:
+    """In debug mode, warn if this process has initialized CUDA before it starts others.
+
+    Args:
+        launcher: what starts them, as the user calls it.
+    """
+    if _where is not None:
+        warn(
+            f"{launcher} starts processes, but this process has already initialized CUDA, at {_where}. It may use GPU memory "
+            "that they need. Move that line after the one that creates the Accelerator or Trainer, or into the function."
+        )
+
+
+def _record_line() -> None:
+    from trainkit.distributed.world import file_name_of, find_caller  # which imports torch: see `quietly`
+
+    global _where
+    _, frame = find_caller(sys._getframe())
+    if frame is None or frame.f_globals.get("__name__") == "threading":
+        _where = f"an unknown line of the thread {threading.current_thread().name!r}"
+    else:
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        _where = f"{file_name_of(frame)}:{frame.f_lineno}" + (f": {text}" if text else "")

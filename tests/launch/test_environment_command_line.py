@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.rank_info import RankInfo
-from trainkit.launch.script_options import local_rank, placed
+from trainkit.launch.environment import RankInfo, local_rank, placed
 
 PLACE = RankInfo(3, 4, 1, 2, 1, 2, "10.0.0.1", 29500, "deepspeed", "it says so")
 
