@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.environment import RankInfo, hosts, read_place, stable_port, tasks_of_nodes
+from trainkit.launch.environment import RankInfo, hosts, read_ranks, stable_port, tasks_of_nodes
 
 TORCHRUN = """
     LOCAL_RANK=1 RANK=5 GROUP_RANK=1 ROLE_RANK=5 ROLE_NAME=default LOCAL_WORLD_SIZE=4 WORLD_SIZE=8 GROUP_WORLD_SIZE=2
@@ -182,7 +182,7 @@ PLACES = {
 
 @pytest.mark.parametrize("env, expected", PLACES.values(), ids=PLACES.keys())
 def test_places(env: str | dict[str, str], expected: tuple[object, ...] | None) -> None:
-    found = read_place(variables(env) if isinstance(env, str) else env)
+    found = read_ranks(variables(env) if isinstance(env, str) else env)
     if expected is None:
         assert found is None
         return
@@ -270,7 +270,7 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("env, words", CONTRADICTIONS.values(), ids=CONTRADICTIONS.keys())
 def test_contradictions(env: str | dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        read_place(variables(env) if isinstance(env, str) else env)
+        read_ranks(variables(env) if isinstance(env, str) else env)
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 

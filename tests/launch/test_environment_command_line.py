@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from trainkit.errors import ConfigurationError
-from trainkit.launch.environment import RankInfo, local_rank, placed
+from trainkit.launch.environment import RankInfo, local_rank, with_local_rank
 
 PLACE = RankInfo(3, 4, 1, 2, 1, 2, "10.0.0.1", 29500, "deepspeed", "it says so")
 
@@ -33,27 +33,27 @@ def test_local_ranks(line: str, expected: int | None) -> None:
 
 def test_an_argument_that_agrees() -> None:
     """A `--local_rank` that agrees with the variables, or no such option, changes nothing."""
-    assert placed(PLACE, []) is PLACE
-    assert placed(PLACE, ["--local_rank=1"]) is PLACE
-    assert placed(None, []) is None
+    assert with_local_rank(PLACE, []) is PLACE
+    assert with_local_rank(PLACE, ["--local_rank=1"]) is PLACE
+    assert with_local_rank(None, []) is None
 
 
 def test_only_the_argument_has_the_local_rank() -> None:
     """`torch.distributed.launch` of torch 1.8 and earlier passes the local rank only as an argument."""
-    assert placed(replace(PLACE, local_rank=None), ["--local_rank=1"]) == PLACE
+    assert with_local_rank(replace(PLACE, local_rank=None), ["--local_rank=1"]) == PLACE
 
 
 def test_an_argument_that_contradicts_the_variables() -> None:
     with pytest.raises(
         ConfigurationError, match=r"--local_rank=0, but the local rank .* is 1 .* deepspeed \(it says so\). Remove"
     ):
-        placed(PLACE, ["--local_rank=0"])
+        with_local_rank(PLACE, ["--local_rank=0"])
 
 
 def test_an_argument_without_variables() -> None:
     """`--local_rank=1` without the variables of a launcher is an error; `--local_rank=0` is one process."""
-    assert placed(None, ["--local_rank=0"]) is None
+    assert with_local_rank(None, ["--local_rank=0"]) is None
     with pytest.raises(
         ConfigurationError, match=r"--local_rank=1 means .* RANK, .* are not set, so it would train alone. Start"
     ):
-        placed(None, ["--local_rank=1"])
+        with_local_rank(None, ["--local_rank=1"])

@@ -13,7 +13,7 @@ from torch import nn
 
 from trainkit.accelerator.gathering import Gathering
 from trainkit.errors import ConfigurationError
-from trainkit.launch.environment import read_place, runtime_is_loaded
+from trainkit.launch.environment import read_ranks, runtime_is_loaded
 from trainkit.launch.joining import joined
 from trainkit.strategy import Strategy
 
@@ -64,7 +64,7 @@ def place() -> tuple[int, int]:
         return accelerator.world.rank, accelerator.world.size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    found = read_place(os.environ)
+    found = read_ranks(os.environ)
     return (0, 1) if found is None else (found.rank, found.size)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainkit._version import __version__
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError
-from trainkit.launch.environment import read_place
+from trainkit.launch.environment import read_ranks
 from trainkit.masking import is_secret_name, mask_value
 from trainkit.registry import strategy_infos
 
@@ -124,7 +124,7 @@ def _torch() -> list[tuple[str, str]]:
 
 def _launcher(env: Mapping[str, str]) -> str:
     try:
-        place = read_place(env)
+        place = read_ranks(env)
     except ConfigurationError as error:
         return f"contradictory variables: {error}"
     if place is None:

@@ -1,4 +1,4 @@
-"""What a launcher has told this process, in environment variables and on the command line: `read_place` and `read_nodes`."""
+"""What a launcher has told this process, in environment variables and on the command line: `read_ranks` and `read_nodes`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import socket
 import struct
 import sys
 import zlib
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
@@ -35,42 +36,79 @@ __all__ = [
     "option",
     "options",
     "place_in_slice",
-    "placed",
     "quietly",
     "read_nodes",
-    "read_place",
+    "read_ranks",
     "runtime_is_loaded",
     "set_gloo_interface",
     "stable_port",
     "tasks_of_nodes",
     "tpu_is_chosen",
     "tpu_is_here",
+    "with_local_rank",
 ]
-
-# Processes of this node, its rank, number of nodes: the variables of torchrun and of DeepSpeed's launcher.
-_TORCHRUN = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_DEEPSPEED = ("LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 # Set by trainkit's launcher: what started it, for messages.
 LAUNCHER = "TRAINKIT_LAUNCHER"
 SCRIPT = "this script"
 
+_FIRST_PORT, _PORTS = 12000, 16000  # below the ports that Linux gives to outgoing connections
+_FIRST_OWN_STEP = 0xFFFFFFF0  # SLURM's step ids from this one on are batch scripts and interactive shells
+
 _FIX = (
     "Start the processes with: trainkit launch --nproc-per-node N script.py   (or torchrun), which sets RANK, WORLD_SIZE, "
     "LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Or unset these variables."
 )
+_MPI_FIX = "Start the script with mpirun, or unset {rank}."
 
-_FIRST_PORT, _PORTS = 12000, 16000  # below the ports that Linux gives to outgoing connections
 
-# The smallest of SLURM's own step ids: batch scripts, interactive shells.
-_OWN_STEPS = 0xFFFFFFF0
+class _Variables(NamedTuple):
+    """The variables that a launcher sets for a process. Of several in one text the first that is set counts."""
 
-# Launcher, rank, size, local rank, local size.
-_MPI = (
-    ("Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("MPI (Hydra)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    launcher: str
+    command: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    node: str = ""
+    nodes: str = ""
+    fix: str = "Start the script with mpirun, or unset {rank}."
+
+
+# fmt: off
+_LSF = _Variables(
+    "LSF", "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
+    fix="Start the script with jsrun.",
 )
+_SLURM = _Variables(
+    "SLURM", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID", "",
+    "SLURM_NODEID", "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
+    fix="Start the script with the whole environment: srun --export=ALL python script.py",
+)
+_MPI = (
+    _Variables(
+        "Open MPI", "mpirun",
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Variables(
+        "MVAPICH", "mpirun",
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Variables(
+        "MPI (Hydra)", "mpirun",
+        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
+    ),
+)
+_TORCHRUN = _Variables(
+    "torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", _FIX
+)
+# fmt: on
+_DEEPSPEED = _TORCHRUN._replace(local_size="LOCAL_SIZE", node="CROSS_RANK", nodes="CROSS_SIZE")
+
+# SLURM's lists of nodes, and of numbers of tasks: those of the step first.
+_NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+_TASK_LISTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 
 # The type of a TPU among torch's devices.
 DEVICE = "xla"
@@ -85,171 +123,6 @@ _CHIPS = ("0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076")
 GLOO = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _OUTSIDE = "192.0.2.1"  # an address for documentation: nothing is sent there
-
-
-def read_place(env: Mapping[str, str]) -> RankInfo | None:
-    """The ranks of this process, if a launcher started it.
-
-    Args:
-        env: the environment variables, as in `os.environ`.
-
-    Returns:
-        The ranks; `None` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
-        interactive shell in an allocation, a single task.
-
-    Raises:
-        ConfigurationError: the variables contradict each other, or a required one is missing.
-    """
-    plain = _plain(env)
-    if plain is not None and env.get("LOCAL_RANK", "") != "":
-        return plain  # a complete set; other variables belong to what started that launcher
-    outer = _cluster(env)
-    if plain is None or outer is None:
-        return plain or outer or _kubernetes(env)
-    if (plain.rank, plain.size) != (outer.rank, outer.size):
-        raise ConfigurationError(
-            f"two launchers disagree: RANK={plain.rank} and WORLD_SIZE={plain.size}, but this is process {outer.rank} of "
-            f"{outer.size} for {outer.launcher} ({outer.reason}). Unset RANK and WORLD_SIZE; or, if they are right, also set "
-            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
-        )
-    return outer
-
-
-def _cluster(env: Mapping[str, str]) -> RankInfo | None:
-    """The ranks set by a batch system or MPI. In a SLURM job mpirun counts, not its daemons, which srun started."""
-    jsrun, mpi, slurm = jsrun_place(env), mpi_place(env), slurm_place(env)
-    if mpi is not None and slurm is not None and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
-        return slurm  # srun --mpi=pmi2 sets both, and SLURM's variables contain more
-    place = jsrun or mpi or slurm
-    if place is None or place.size == 1:
-        return None
-    apart = (place.nodes or 1) > 1 or (place.local_size or place.size) < place.size
-    if apart and is_local(place.master_addr):
-        raise ConfigurationError(
-            f"MASTER_ADDR={place.master_addr} is a loopback address, but {place.launcher} has started the processes on several "
-            "nodes. Set it to the name of the node of rank 0, or unset it: unset MASTER_ADDR"
-        )
-    return place
-
-
-def _plain(env: Mapping[str, str]) -> RankInfo | None:
-    """The ranks in RANK and WORLD_SIZE, which torchrun, the Kubernetes operators or the user set."""
-    rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
-    if rank is None:
-        _check_lone_size(env, size)
-        return None
-    if size is None:
-        raise ConfigurationError(f"RANK={rank} is set, but WORLD_SIZE is not. {_FIX}")
-    if size == 0:
-        raise ConfigurationError(f"WORLD_SIZE=0: it must be at least 1. {_FIX}")
-    by_hand = env.get("LOCAL_RANK", "") == ""
-    if by_hand and size == 1 and rank == 0:
-        return None  # the same as without a launcher
-    if by_hand and _cluster(env) is not None:  # the cluster knows the address of the main process
-        return RankInfo(rank, size, None, None, None, None, "", 0, "RANK and WORLD_SIZE", "")
-    launcher, reason = _started_by(env)
-    local_size, node, nodes = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
-    place = RankInfo(
-        rank,
-        size,
-        number(env, "LOCAL_RANK"),
-        number(env, local_size),
-        number(env, node),
-        number(env, nodes),
-        *_address(env, size),
-        launcher,
-        reason,
-    )
-    place = checked(place, "RANK", "WORLD_SIZE", "LOCAL_RANK", local_size)
-    return _one_in_each_pod(env, place) if by_hand and _in_kubernetes(env) else _with_nodes(place)
-
-
-def _check_lone_size(env: Mapping[str, str], size: int | None) -> None:
-    """Refuse a WORLD_SIZE > 1 without RANK, unless the batch system has started the same number of processes."""
-    if size is None or size <= 1:
-        return
-    outer = _cluster(env)
-    if outer is None:
-        raise ConfigurationError(f"WORLD_SIZE={size} is set, but RANK is not. {_FIX}")
-    if outer.size != size:
-        raise ConfigurationError(
-            f"WORLD_SIZE={size} is set, but {outer.launcher} has started {outer.size} processes ({outer.reason}). Unset "
-            "WORLD_SIZE."
-        )
-
-
-def _started_by(env: Mapping[str, str]) -> tuple[str, str]:
-    if LAUNCHER in env:
-        return env[LAUNCHER], "it requests them" if env[LAUNCHER] == SCRIPT else f"{LAUNCHER} is set"
-    if "TORCHELASTIC_RUN_ID" in env:
-        return "torchrun", "TORCHELASTIC_RUN_ID is set"
-    if all(env.get(name, "") != "" for name in _DEEPSPEED):
-        return "deepspeed", "LOCAL_SIZE, CROSS_RANK and CROSS_SIZE are set"
-    if _in_kubernetes(env):
-        return "Kubernetes", "RANK, WORLD_SIZE and KUBERNETES_SERVICE_HOST are set"
-    return "a launcher", "RANK and WORLD_SIZE are set"
-
-
-def _address(env: Mapping[str, str], size: int) -> tuple[str, int]:
-    address, port = env.get("MASTER_ADDR", "").strip(), port_number(env, "MASTER_PORT")
-    if size == 1:
-        return address, port or 0
-    if not address or port is None:
-        missing = " and ".join(name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value)
-        raise ConfigurationError(f"WORLD_SIZE={size}, but {missing} {'are' if ' ' in missing else 'is'} not set. {_FIX}")
-    return address, port
-
-
-def _with_nodes(place: RankInfo) -> RankInfo:
-    """Add the node of the process if the launcher has not set it and it follows from the rest."""
-    if place.local_rank is None and is_local(place.master_addr):  # all are on this node, or could not connect
-        return replace(place, local_rank=place.rank, local_size=place.size, node=0, nodes=1)
-    local_size = place.local_size
-    if local_size is None and place.local_rank is not None and is_local(place.master_addr):
-        local_size = place.size
-    node, nodes = place.node, place.nodes
-    if local_size is not None and place.size % local_size == 0 and nodes is None:
-        nodes = place.size // local_size
-        node = place.rank // local_size if node is None else node
-    return replace(place, local_size=local_size, node=node, nodes=nodes)
-
-
-# ------------------------------------------------------------------------------------------------------------ Kubernetes
-
-
-def _in_kubernetes(env: Mapping[str, str]) -> bool:
-    return "KUBERNETES_SERVICE_HOST" in env or "PET_NNODES" in env
-
-
-def _one_in_each_pod(env: Mapping[str, str], place: RankInfo) -> RankInfo:
-    """The training operator numbers its pods. Each pod runs the processes that its command starts, in this case one."""
-    each = env.get("PET_NPROC_PER_NODE", "1")
-    if each.isdigit() and int(each) > 1:
-        raise ConfigurationError(
-            f"PET_NPROC_PER_NODE={each}: each pod should run {each} processes, but this script was started as one. Set the "
-            "command of the pods to: trainkit launch script.py   (or torchrun), which reads these variables."
-        )
-    return replace(place, local_rank=0, local_size=1, node=place.rank, nodes=place.size)
-
-
-def _kubernetes(env: Mapping[str, str]) -> RankInfo | None:
-    """The ranks in the PET_ variables, which are for torchrun, in a pod whose command is the script itself."""
-    text = env.get("PET_NNODES", "1").strip()
-    if text in ("", "1", "1:1"):
-        return None
-    nodes, rank = number({"PET_NNODES": text} if ":" not in text else {}, "PET_NNODES"), number(env, "PET_NODE_RANK")
-    address, port = env.get("PET_MASTER_ADDR", "").strip(), port_number(env, "PET_MASTER_PORT")
-    if nodes is None or rank is None or not address or port is None:
-        raise ConfigurationError(
-            f"PET_NNODES={text}: this pod is one of several, but its rank or the address of the first pod is not set. Set "
-            "the command of the pods to: trainkit launch script.py   (or torchrun). To run this process alone: unset "
-            "PET_NNODES"
-        )
-    place = RankInfo(rank, nodes, 0, 1, rank, nodes, address, port, "Kubernetes", "PET_NNODES and PET_NODE_RANK are set")
-    return _one_in_each_pod(env, checked(place, "PET_NODE_RANK", "PET_NNODES"))
-
-
-# ----------------------------------------------------------------------------------------------------------------- the ranks
 
 
 @dataclass(frozen=True)
@@ -281,12 +154,80 @@ class RankInfo:
     reason: str
 
 
-def number(env: Mapping[str, str], *names: str) -> int | None:
-    """The first of the variables that is set, as an integer ≥ 0; `None` if none is set.
+def read_ranks(env: Mapping[str, str]) -> RankInfo | None:
+    """The ranks of this process, if a launcher started it.
+
+    Args:
+        env: the environment variables, as in `os.environ`.
+
+    Returns:
+        The ranks; `None` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
+        interactive shell in an allocation, a single task.
 
     Raises:
-        ConfigurationError: it is not such a number.
+        ConfigurationError: the variables contradict each other, or a required one is missing.
     """
+    plain = _read(env, _TORCHRUN)  # torchrun, the Kubernetes operators or the user have set RANK and WORLD_SIZE
+    if plain is not None and plain.local_rank is not None:
+        return _complete(env, plain)  # other variables belong to what started that launcher
+    outer = _cluster(env)
+    if plain is None:
+        _check_lone_size(env, outer)
+    if plain is None or (plain.rank, plain.size) == (0, 1):
+        return outer or _torchrun_pod(env)
+    if outer is None:
+        return _complete(env, plain)
+    if (plain.rank, plain.size) != (outer.rank, outer.size):
+        raise ConfigurationError(
+            f"two launchers disagree: RANK={plain.rank} and WORLD_SIZE={plain.size}, but this is process {outer.rank} of "
+            f"{outer.size} for {outer.launcher} ({outer.reason}). Unset RANK and WORLD_SIZE; or, if they are right, also set "
+            "LOCAL_RANK, MASTER_ADDR and MASTER_PORT."
+        )
+    return outer
+
+
+def _read(env: Mapping[str, str], names: _Variables) -> RankInfo | None:
+    """The numbers in the variables of a launcher; `None` if it has not started this process."""
+    rank, size, local_rank, local_size, node, nodes = (_number(env, *text.split()) for text in names[2:8])
+    if rank is None:
+        return None
+    if size is None:
+        fix = names.fix.format(rank=names.rank)
+        raise ConfigurationError(f"{names.rank}={rank} is set, but {names.size.split()[-1]} is not. {fix}")
+    reason = f"{names.command} has set {names.rank}"
+    return RankInfo(rank, size, local_rank, local_size, node, nodes, "", 0, names.launcher, reason)
+
+
+def _check(env: Mapping[str, str], ranks: RankInfo, names: _Variables) -> RankInfo:
+    """The ranks, if they are consistent.
+
+    Raises:
+        ConfigurationError: they contradict each other.
+    """
+    rank, size, local_rank, local_size = (next((n for n in text.split() if env.get(n)), text) for text in names[2:6])
+    local_size = local_size or "the tasks of the node"
+    pairs = [
+        (rank, ranks.rank, size, ranks.size),
+        (local_rank, ranks.local_rank, local_size, ranks.local_size),
+        (local_rank, ranks.local_rank, size, ranks.size),
+        ("the rank of the node", ranks.node, "the number of nodes", ranks.nodes),
+    ]
+    for low, lower, high, higher in pairs:
+        if lower is not None and higher is not None and lower >= higher:
+            raise ConfigurationError(
+                f"{low}={lower}, but {high}={higher}, which allows 0 to {higher - 1}. {ranks.launcher} sets these variables. "
+                "If you set them yourself, set all of them, or unset them and use: trainkit launch --nproc-per-node N script.py"
+            )
+    if ranks.local_size is not None and ranks.local_size > ranks.size:
+        raise ConfigurationError(
+            f"{local_size}={ranks.local_size}, but {size}={ranks.size}: a node cannot have more processes than there are in "
+            "all. Set both, or unset them and use: trainkit launch --nproc-per-node N script.py"
+        )
+    return ranks
+
+
+def _number(env: Mapping[str, str], *names: str) -> int | None:
+    """The first of the variables that is set, as an integer ≥ 0; `None` if none is set."""
     name = next((name for name in names if env.get(name, "") != ""), None)
     if name is None:
         return None
@@ -296,9 +237,8 @@ def number(env: Mapping[str, str], *names: str) -> int | None:
     return int(text)
 
 
-def port_number(env: Mapping[str, str], name: str) -> int | None:
-    """The variable as a port; `None` if it is not set."""
-    port = number(env, name)
+def _port_number(env: Mapping[str, str], name: str) -> int | None:
+    port = _number(env, name)
     if port is not None and not 0 < port < 2**16:
         raise ConfigurationError(f"{name} must be a port from 1 to 65535, not {port}.")
     return port
@@ -315,101 +255,132 @@ def is_local(address: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-def checked(place: RankInfo, rank: str, size: str, local_rank: str = "", local_size: str = "") -> RankInfo:
-    """The ranks, if they are consistent.
+# -------------------------------------------------------------------------------------------------------- RANK and WORLD_SIZE
 
-    Args:
-        place: the numbers that were read.
-        rank: the name of the variable of the rank, for messages.
-        size: the name of the variable of the number of processes.
-        local_rank: the name of the variable of the local rank.
-        local_size: the name of the variable of the number of local processes.
 
-    Raises:
-        ConfigurationError: the numbers contradict each other.
-    """
-    pairs = [
-        (rank, place.rank, size, place.size),
-        (local_rank, place.local_rank, local_size, place.local_size),
-        (local_rank, place.local_rank, size, place.size),
-        ("the rank of the node", place.node, "the number of nodes", place.nodes),
-    ]
-    for low, lower, high, higher in pairs:
-        if lower is not None and higher is not None and lower >= higher:
-            raise ConfigurationError(
-                f"{low}={lower}, but {high}={higher}, which allows 0 to {higher - 1}. {place.launcher} sets these variables. "
-                "If you set them yourself, set all of them, or unset them and use: trainkit launch --nproc-per-node N script.py"
-            )
-    if place.local_size is not None and place.local_size > place.size:
+def _check_lone_size(env: Mapping[str, str], outer: RankInfo | None) -> None:
+    """Refuse a WORLD_SIZE > 1 without RANK, unless the batch system has started the same number of processes."""
+    size = _number(env, "WORLD_SIZE") or 1
+    if size > 1 and outer is None:
+        raise ConfigurationError(f"WORLD_SIZE={size} is set, but RANK is not. {_FIX}")
+    if size > 1 and outer is not None and outer.size != size:
         raise ConfigurationError(
-            f"{local_size}={place.local_size}, but {size}={place.size}: a node cannot have more processes than there are in "
-            "all. Set both, or unset them and use: trainkit launch --nproc-per-node N script.py"
+            f"WORLD_SIZE={size} is set, but {outer.launcher} has started {outer.size} processes ({outer.reason}). Unset "
+            "WORLD_SIZE."
         )
-    return place
+
+
+def _complete(env: Mapping[str, str], plain: RankInfo) -> RankInfo:
+    """The ranks in RANK and WORLD_SIZE with the address of rank 0, the launcher, and the nodes as far as they are known."""
+    if plain.size == 0:
+        raise ConfigurationError(f"WORLD_SIZE=0: it must be at least 1. {_FIX}")
+    launcher, reason = _started_by(env)
+    names = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
+    address, port = env.get("MASTER_ADDR", "").strip(), _port_number(env, "MASTER_PORT")
+    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value]
+    if missing and plain.size > 1:
+        verb = "are" if len(missing) > 1 else "is"
+        raise ConfigurationError(f"WORLD_SIZE={plain.size}, but {' and '.join(missing)} {verb} not set. {_FIX}")
+    ranks = replace(_read(env, names) or plain, launcher=launcher, reason=reason, master_addr=address, master_port=port or 0)
+    _check(env, ranks, names)
+    if ranks.local_rank is None and _in_kubernetes(env):
+        return _one_in_each_pod(env, ranks)
+    if ranks.local_rank is None and is_local(address):  # all are on this node, or could not connect
+        return replace(ranks, local_rank=ranks.rank, local_size=ranks.size, node=0, nodes=1)
+    local_size = ranks.size if ranks.local_size is None and is_local(address) else ranks.local_size
+    node, nodes = ranks.node, ranks.nodes
+    if local_size is not None and ranks.size % local_size == 0 and nodes is None:
+        nodes = ranks.size // local_size
+        node = ranks.rank // local_size if node is None else node
+    return replace(ranks, local_size=local_size, node=node, nodes=nodes)
+
+
+def _started_by(env: Mapping[str, str]) -> tuple[str, str]:
+    if LAUNCHER in env:
+        return env[LAUNCHER], "it requests them" if env[LAUNCHER] == SCRIPT else f"{LAUNCHER} is set"
+    if "TORCHELASTIC_RUN_ID" in env:
+        return "torchrun", "TORCHELASTIC_RUN_ID is set"
+    if all(env.get(name, "") != "" for name in _DEEPSPEED[5:8]):
+        return "deepspeed", "LOCAL_SIZE, CROSS_RANK and CROSS_SIZE are set"
+    if _in_kubernetes(env):
+        return "Kubernetes", "RANK, WORLD_SIZE and KUBERNETES_SERVICE_HOST are set"
+    return "a launcher", "RANK and WORLD_SIZE are set"
 
 
 # ------------------------------------------------------------------------------------------------------------- batch systems
 
 
-def slurm_place(env: Mapping[str, str]) -> RankInfo | None:
-    """A task of `srun`; `None` in the script of a batch job, the shell of `salloc` and that of `srun --pty`."""
-    step, rank = number(env, "SLURM_STEP_ID", "SLURM_STEPID"), number(env, "SLURM_PROCID")
-    if step is None or step >= _OWN_STEPS or rank is None or env.get("SLURM_PTY_PORT"):
+def _cluster(env: Mapping[str, str]) -> RankInfo | None:
+    """The ranks set by a batch system or MPI that has started several processes."""
+    ranks = _batch_system(env)
+    if ranks is None or ranks.size == 1:
         return None
-    tasks = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
-    size = number(env, tasks)
-    if size is None:
+    apart = (ranks.nodes or 1) > 1 or (ranks.local_size or ranks.size) < ranks.size
+    if apart and is_local(ranks.master_addr):
         raise ConfigurationError(
-            "SLURM_PROCID and SLURM_STEP_ID are set, but SLURM_NTASKS is not. Start the script with the whole environment: "
-            "srun --export=ALL python script.py"
+            f"MASTER_ADDR={ranks.master_addr} is a loopback address, but {ranks.launcher} has started the processes on several "
+            "nodes. Set it to the name of the node of rank 0, or unset it: unset MASTER_ADDR"
         )
-    if size == 1:
+    return ranks
+
+
+def _batch_system(env: Mapping[str, str]) -> RankInfo | None:
+    """The ranks set by a batch system or MPI. In a SLURM job mpirun counts, not its daemons, which srun started."""
+    jsrun, mpi, slurm = _jsrun(env), _mpi(env), _slurm(env)
+    if mpi is not None and slurm is not None and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
+        return slurm  # srun --mpi=pmi2 sets both, and SLURM's variables contain more
+    return jsrun or mpi or slurm
+
+
+def _with_address(
+    env: Mapping[str, str], ranks: RankInfo, first_host: Callable[[], str], job: tuple[str | None, ...], problem: str
+) -> RankInfo:
+    """Add the address of rank 0; `problem` is the error if it is unknown, `job` tells apart the jobs of a node."""
+    if ranks.size == 1:
+        return ranks
+    address = env.get("MASTER_ADDR", "").strip() or first_host()
+    if not address:
+        raise ConfigurationError(problem)
+    return replace(ranks, master_addr=address, master_port=_port_number(env, "MASTER_PORT") or stable_port(*job))
+
+
+def _slurm(env: Mapping[str, str]) -> RankInfo | None:
+    """A task of `srun`; `None` in the script of a batch job, the shell of `salloc` and that of `srun --pty`."""
+    step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID")
+    if step is None or step >= _FIRST_OWN_STEP or env.get("SLURM_PTY_PORT"):
         return None
-    node = number(env, "SLURM_NODEID")
-    counts = _tasks(env, size)
-    nodes = len(counts) or number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
-    place = RankInfo(
-        rank,
-        size,
-        number(env, "SLURM_LOCALID"),
-        counts[node] if node is not None and node < len(counts) else None,
-        node,
-        nodes,
-        *_slurm_address(env, nodes),
-        "SLURM",
-        "srun has set SLURM_PROCID",
+    ranks = _read(env, _SLURM)
+    if ranks is None or ranks.size == 1:
+        return None
+    counts, node = _tasks(env, ranks.size), ranks.node
+    local_size = counts[node] if node is not None and node < len(counts) else None
+    ranks = replace(ranks, local_size=local_size, nodes=len(counts) or ranks.nodes)
+    one_node = "127.0.0.1" if ranks.nodes == 1 else ""
+    ranks = _with_address(
+        env,
+        ranks,
+        lambda: _first_of_slurm(env, _NODE_LISTS) or one_node,
+        (env.get("SLURM_JOB_ID", env.get("SLURM_JOBID")), env.get("SLURM_STEP_ID")),
+        "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the node of rank 0 is unknown. Set its address: "
+        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     )
-    return checked(place, "SLURM_PROCID", tasks, "SLURM_LOCALID", "the tasks of the node")
+    return _check(env, ranks, _SLURM)
+
+
+def _first_of_slurm(env: Mapping[str, str], lists: Sequence[str]) -> str:
+    names = next((env[name] for name in lists if env.get(name)), "")
+    return next(hosts(names)) if names else ""
 
 
 def _tasks(env: Mapping[str, str], size: int) -> list[int]:
     """The number of tasks of each node; empty if unknown."""
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        text = env.get(name)
-        if text:
-            counts = tasks_of_nodes(text)
-            nodes = number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-            if len(counts) == 1 and nodes is not None:  # --ntasks-per-node: one number for all
-                counts *= nodes
-            if sum(counts) == size:
-                return counts
+    for text in (env[name] for name in _TASK_LISTS if env.get(name)):
+        counts, nodes = tasks_of_nodes(text), _number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
+        if len(counts) == 1 and nodes is not None:  # --ntasks-per-node: one number for all
+            counts *= nodes
+        if sum(counts) == size:
+            return counts
     return []
-
-
-def _slurm_address(env: Mapping[str, str], nodes: int | None) -> tuple[str, int]:
-    job, step = env.get("SLURM_JOB_ID", env.get("SLURM_JOBID")), env.get("SLURM_STEP_ID")
-    address = env.get("MASTER_ADDR", "").strip()
-    names = next((env[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if env.get(n)), "")
-    if not address and names:
-        address = next(hosts(names))
-    if not address and nodes == 1:
-        address = "127.0.0.1"
-    if not address:
-        raise ConfigurationError(
-            "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the node of rank 0 is unknown. Set its address: "
-            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
-        )
-    return address, port_number(env, "MASTER_PORT") or stable_port(job, step)
 
 
 def tasks_of_nodes(text: str) -> list[int]:
@@ -430,128 +401,82 @@ def hosts(text: str) -> Iterator[str]:
         ConfigurationError: it is not such a list.
     """
     for part in re.split(r",(?![^\[]*\])", text):  # at commas outside brackets
-        yield from _expanded(part.strip(), text)
+        yield from _expand(part.strip(), text)
 
 
-def _expanded(part: str, text: str) -> Iterator[str]:
+def _expand(part: str, text: str) -> Iterator[str]:
+    wrong = ConfigurationError(f"expected SLURM's list of nodes, such as 'node[03-05,9],gpu7', not {text!r}.")
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", part)
     if match is None:
         if not part or "[" in part or "]" in part:
-            raise ConfigurationError(f"expected SLURM's list of nodes, such as 'node[03-05,9],gpu7', not {text!r}.")
+            raise wrong
         yield part
         return
     for piece in match[2].split(","):
         span = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", piece)
         if span is None or int(span[2] or span[1]) < int(span[1]):
-            raise ConfigurationError(f"expected SLURM's list of nodes, such as 'node[03-05,9],gpu7', not {text!r}.")
+            raise wrong
         for index in range(int(span[1]), int(span[2] or span[1]) + 1):
-            for rest in _expanded(match[3], text) if match[3] else [""]:
+            for rest in _expand(match[3], text) if match[3] else [""]:
                 yield f"{match[1]}{index:0{len(span[1])}d}{rest}"
 
 
-# ------------------------------------------------------------------------------------------------------------------- MPI
-
-
-def mpi_place(env: Mapping[str, str]) -> RankInfo | None:
+def _mpi(env: Mapping[str, str]) -> RankInfo | None:
     """A process of `mpirun`: Open MPI, MVAPICH, MPICH or Intel MPI."""
-    found = [(names, pair) for names in _MPI if (pair := _rank_and_size(env, names[1], names[2])) is not None]
-    if not found:
+    started = [(names, ranks) for names in _MPI if (ranks := _read(env, names)) is not None]
+    if not started:
         return None
-    (launcher, rank, size, local_rank, local_size), (index, count) = found[0]
-    for names, (other_index, other_count) in found[1:]:
-        if (other_index, other_count) != (index, count):
+    (names, ranks), *rest = started
+    for other, theirs in rest:
+        if (theirs.rank, theirs.size) != (ranks.rank, ranks.size):
             raise ConfigurationError(
-                f"two launchers disagree: this is process {index} of {count} for {launcher} ({rank}, {size}), but process "
-                f"{other_index} of {other_count} for {names[0]} ({names[1]}, {names[2]}). Before mpirun, unset the variables "
-                f"of the launcher that you do not use: unset {names[1]} {names[2]}"
+                f"two launchers disagree: this is process {ranks.rank} of {ranks.size} for {ranks.launcher} ({names.rank}, "
+                f"{names.size}), but process {theirs.rank} of {theirs.size} for {theirs.launcher} ({other.rank}, "
+                f"{other.size}). Before mpirun, unset the variables of the launcher that you do not use: unset {other.rank} "
+                f"{other.size}"
             )
-    hydra = rank == "PMI_RANK"
-    here = number(env, local_size, "PMI_LOCAL_SIZE") if hydra else number(env, local_size)
-    together = here == count
-    place = RankInfo(
-        index,
-        count,
-        number(env, local_rank, "PMI_LOCAL_RANK") if hydra else number(env, local_rank),
-        here,
-        0 if together else None,
-        1 if together else None,
-        *_mpi_address(env, count, here),
-        launcher,
-        f"mpirun has set {rank}",
+    one_node = ranks.local_size == ranks.size
+    if one_node:
+        ranks = replace(ranks, node=0, nodes=1)
+    job = next((env[n] for n in ("SLURM_JOB_ID", "LSB_JOBID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") if env.get(n)), "")
+    batch_hosts = env.get("LSB_MCPU_HOSTS", "").split() or [""]
+    ranks = _with_address(
+        env,
+        ranks,
+        lambda: "127.0.0.1" if one_node else _first_of_slurm(env, _NODE_LISTS[1:]) or batch_hosts[0],
+        ("mpi", job),
+        "mpirun has started processes on several nodes, but the node of rank 0 is unknown. Set its address, on the first "
+        "node: mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, "
+        "Intel MPI)",
     )
-    return checked(place, rank, size, local_rank, local_size)
+    return _check(env, ranks, names)
 
 
-def _rank_and_size(env: Mapping[str, str], rank: str, size: str) -> tuple[int, int] | None:
-    index, count = number(env, rank), number(env, size)
-    if index is None:
-        return None
-    if count is None:
-        raise ConfigurationError(f"{rank} is set, but {size} is not. Start the script with mpirun, or unset {rank}.")
-    return index, count
-
-
-def _mpi_address(env: Mapping[str, str], size: int, local_size: int | None) -> tuple[str, int]:
-    if size <= 1:
-        return "", 0
-    job = next((env[n] for n in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") if env.get(n)), "")
-    job = env.get("SLURM_JOB_ID") or env.get("LSB_JOBID") or job
-    port = port_number(env, "MASTER_PORT") or stable_port("mpi", job)
-    address = env.get("MASTER_ADDR", "").strip()
-    if not address and local_size == size:
-        address = "127.0.0.1"
-    if not address:
-        address = _first_of_batch(env)
-    if not address:
-        raise ConfigurationError(
-            "mpirun has started processes on several nodes, but the node of rank 0 is unknown. Set its address, on the first "
-            "node: mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, "
-            "Intel MPI)"
-        )
-    return address, port
-
-
-def _first_of_batch(env: Mapping[str, str]) -> str:
-    """The first node of the batch job that mpirun runs in; "" if none is known."""
-    names = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    if names:
-        return next(hosts(names))
-    listed = env.get("LSB_MCPU_HOSTS", "").split()
-    return listed[0] if listed else ""
-
-
-# ------------------------------------------------------------------------------------------------------------------- LSF
-
-
-def jsrun_place(env: Mapping[str, str]) -> RankInfo | None:
+def _jsrun(env: Mapping[str, str]) -> RankInfo | None:
     """A process of `jsrun`, under LSF."""
-    rank, size = number(env, "JSM_NAMESPACE_RANK"), number(env, "JSM_NAMESPACE_SIZE")
-    if rank is None:
+    ranks = _read(env, _LSF)
+    if ranks is None:
         return None
-    if size is None:
-        raise ConfigurationError("JSM_NAMESPACE_RANK is set, but JSM_NAMESPACE_SIZE is not. Start the script with jsrun.")
-    listed = env.get("LSB_MCPU_HOSTS", "").split()
-    names, slots = listed[::2], listed[1::2]
+    names, slots = (env.get("LSB_MCPU_HOSTS", "").split()[first::2] for first in (0, 1))
     if len(names) > 1 and slots[:1] == ["1"]:  # the node of the batch script, where jsrun starts nothing
         names = names[1:]
-    address = env.get("MASTER_ADDR", "").strip() or (names[0] if names else "")
-    if not address and size > 1:
-        raise ConfigurationError(
-            "jsrun has started this process, but LSB_MCPU_HOSTS, which names the nodes, is not set. Set the node of rank 0: "
-            "jsrun -E MASTER_ADDR=host …"
-        )
-    port = port_number(env, "MASTER_PORT") or stable_port("lsf", env.get("LSB_JOBID"))
-    local_rank, local_size = number(env, "JSM_NAMESPACE_LOCAL_RANK"), number(env, "JSM_NAMESPACE_LOCAL_SIZE")
-    place = RankInfo(rank, size, local_rank, local_size, None, None, address, port, "LSF", "jsrun has set JSM_NAMESPACE_RANK")
-    return checked(place, "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE")
+    ranks = _with_address(
+        env,
+        ranks,
+        lambda: names[0] if names else "",
+        ("lsf", env.get("LSB_JOBID")),
+        "jsrun has started this process, but LSB_MCPU_HOSTS, which names the nodes, is not set. Set the node of rank 0: "
+        "jsrun -E MASTER_ADDR=host …",
+    )
+    return _check(env, ranks, _LSF)
 
 
-# -------------------------------------------------------------------------------------------------------- the nodes of a job
+# ---------------------------------------------------------------------------------------- the nodes of a job, and Kubernetes
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job; `None`: not set.
+    """The nodes of a job, for `trainkit launch`, which starts the workers of one node; `None`: not set.
 
     Attributes:
         least: smallest number of nodes that the job runs on.
@@ -588,17 +513,71 @@ def read_nodes(env: Mapping[str, str]) -> Nodes:
     if env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID"):
         return Nodes()  # inside a worker: the variables contain its own ranks
     if env.get("PET_NNODES"):
-        return _pods_of_torchrun(env)
-    place = jsrun_place(env) or mpi_place(env) or slurm_place(env)
-    if place is not None and place.size > 1:
-        if place.local_size not in (None, 1) or (place.nodes is not None and place.nodes != place.size):
+        return _torchrun_nodes(env)
+    ranks = _batch_system(env)
+    if ranks is not None and ranks.size > 1:
+        if ranks.local_size not in (None, 1) or (ranks.nodes is not None and ranks.nodes != ranks.size):
             raise ConfigurationError(
-                f"{place.launcher} has started {place.size} processes, several on a node, and each would start its own "
+                f"{ranks.launcher} has started {ranks.size} processes, several on a node, and each would start its own "
                 "workers. Start one on each node: srun --ntasks-per-node=1 trainkit launch …   Or remove trainkit launch: "
-                f"{place.launcher} then starts the script itself, once for each GPU."
+                f"{ranks.launcher} then starts the script itself, once for each GPU."
             )
-        return Nodes(place.size, place.size, place.rank, place.master_addr, place.master_port, source=place.launcher)
-    return _numbered_pods(env)
+        return Nodes(ranks.size, ranks.size, ranks.rank, ranks.master_addr, ranks.master_port, source=ranks.launcher)
+    rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if "KUBERNETES_SERVICE_HOST" not in env or rank is None or size is None or size < 2:
+        return Nodes()
+    # The first operator for PyTorch numbers its pods by RANK and WORLD_SIZE, and sets nothing else.
+    return Nodes(size, size, rank, env.get("MASTER_ADDR"), _port_number(env, "MASTER_PORT"), source="Kubernetes")
+
+
+def _torchrun_nodes(env: Mapping[str, str]) -> Nodes:
+    """The nodes in the PET_ variables, which Kubernetes' training operators set for torchrun."""
+    least, most = node_range(env["PET_NNODES"], "PET_NNODES")
+    host, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
+    return Nodes(
+        least,
+        most,
+        _number(env, "PET_NODE_RANK"),
+        env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR") or host or None,
+        _port_number(env, "PET_MASTER_PORT") or _port_number(env, "MASTER_PORT") or (int(port) if port.isdigit() else None),
+        env.get("PET_NPROC_PER_NODE") or env.get("PET_N_PROC_PER_NODE") or None,
+        _number(env, "PET_MAX_RESTARTS"),
+        "Kubernetes",
+    )
+
+
+def _torchrun_pod(env: Mapping[str, str]) -> RankInfo | None:
+    """The ranks in the PET_ variables, in a pod whose command is the script itself."""
+    text = env.get("PET_NNODES", "").strip()
+    nodes = _torchrun_nodes(env) if text else Nodes(1, 1)
+    rank, count, address, port = nodes.rank, nodes.most or 1, nodes.master_addr, nodes.master_port
+    if count == 1:
+        return None
+    if nodes.least != count or rank is None or address is None or port is None:
+        raise ConfigurationError(
+            f"PET_NNODES={text}: this pod is one of several, but its rank or the address of the first pod is not set. Set "
+            "the command of the pods to: trainkit launch script.py   (or torchrun). To run this process alone: unset "
+            "PET_NNODES"
+        )
+    reason = "PET_NNODES and PET_NODE_RANK are set"
+    ranks = RankInfo(rank, count, 0, 1, rank, count, address, port, "Kubernetes", reason)
+    names = _Variables("Kubernetes", "", "PET_NODE_RANK", "PET_NNODES", "", "")
+    return _one_in_each_pod(env, _check(env, ranks, names))
+
+
+def _one_in_each_pod(env: Mapping[str, str], ranks: RankInfo) -> RankInfo:
+    """The training operator numbers its pods. Each pod runs the processes that its command starts, in this case one."""
+    each = env.get("PET_NPROC_PER_NODE", "1")
+    if each.isdigit() and int(each) > 1:
+        raise ConfigurationError(
+            f"PET_NPROC_PER_NODE={each}: each pod should run {each} processes, but this script was started as one. Set the "
+            "command of the pods to: trainkit launch script.py   (or torchrun), which reads these variables."
+        )
+    return replace(ranks, local_rank=0, local_size=1, node=ranks.rank, nodes=ranks.size)
+
+
+def _in_kubernetes(env: Mapping[str, str]) -> bool:
+    return "KUBERNETES_SERVICE_HOST" in env or "PET_NNODES" in env
 
 
 def node_range(text: str, name: str) -> tuple[int, int]:
@@ -638,29 +617,6 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     return value
 
 
-def _pods_of_torchrun(env: Mapping[str, str]) -> Nodes:
-    least, most = node_range(env["PET_NNODES"], "PET_NNODES")
-    host, _, port = env.get("PET_RDZV_ENDPOINT", "").partition(":")
-    return Nodes(
-        least,
-        most,
-        number(env, "PET_NODE_RANK"),
-        env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR") or host or None,
-        port_number(env, "PET_MASTER_PORT") or port_number(env, "MASTER_PORT") or (int(port) if port.isdigit() else None),
-        env.get("PET_NPROC_PER_NODE") or env.get("PET_N_PROC_PER_NODE") or None,
-        number(env, "PET_MAX_RESTARTS"),
-        "Kubernetes",
-    )
-
-
-def _numbered_pods(env: Mapping[str, str]) -> Nodes:
-    """Pods numbered by RANK and WORLD_SIZE: the first operator for PyTorch sets nothing else."""
-    rank, size = number(env, "RANK"), number(env, "WORLD_SIZE")
-    if "KUBERNETES_SERVICE_HOST" not in env or rank is None or size is None or size < 2:
-        return Nodes()
-    return Nodes(size, size, rank, env.get("MASTER_ADDR"), port_number(env, "MASTER_PORT"), source="Kubernetes")
-
-
 # ---------------------------------------------------------------------------------------------------------- the command line
 
 
@@ -698,13 +654,13 @@ def options(argv: Sequence[str], name: str) -> list[str]:
     return values
 
 
-def placed(place: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:
+def with_local_rank(ranks: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:
     """The ranks of this process, checked against the `--local_rank` on its command line.
 
     DeepSpeed's launcher and `torch.distributed.launch` pass it in addition to environment variables.
 
     Args:
-        place: the ranks in environment variables; `None`: this is a single process.
+        ranks: the ranks in environment variables; `None`: this is a single process.
         argv: the arguments of the script.
 
     Returns:
@@ -713,25 +669,25 @@ def placed(place: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:
     Raises:
         ConfigurationError: the argument contradicts the variables, or is not 0 and there are no variables.
     """
-    given = local_rank(argv)
-    if given is None:
-        return place
-    if place is None:
-        if given == 0:  # a single process has this local rank too
+    argument = local_rank(argv)
+    if argument is None:
+        return ranks
+    if ranks is None:
+        if argument == 0:  # a single process has this local rank too
             return None
         raise ConfigurationError(
-            f"--local_rank={given} means that this is one of several processes, but RANK, WORLD_SIZE, MASTER_ADDR and "
+            f"--local_rank={argument} means that this is one of several processes, but RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT are not set, so it would train alone. Start the script with a launcher, which sets them: trainkit "
             "launch --nproc-per-node N script.py   (or deepspeed, or torchrun). For a single process, remove --local_rank."
         )
-    if place.local_rank is None:
-        return replace(place, local_rank=given)
-    if place.local_rank != given:
+    if ranks.local_rank is None:
+        return replace(ranks, local_rank=argument)
+    if ranks.local_rank != argument:
         raise ConfigurationError(
-            f"--local_rank={given}, but the local rank of this process is {place.local_rank} according to {place.launcher} "
-            f"({place.reason}). Remove --local_rank: the launcher passes it if necessary."
+            f"--local_rank={argument}, but the local rank of this process is {ranks.local_rank} according to {ranks.launcher} "
+            f"({ranks.reason}). Remove --local_rank: the launcher passes it if necessary."
         )
-    return place
+    return ranks
 
 
 # ---------------------------------------------------------------------------------------------------------------------- TPUs
@@ -791,7 +747,7 @@ def place_in_slice(
     Raises:
         ConfigurationError: a launcher has started a different number of processes, or the first host's address is not set.
     """
-    started = read_place(env)
+    started = read_ranks(env)
     if started is not None and started.size not in (1, size):
         raise ConfigurationError(
             f"{started.launcher} has started {started.size} processes ({started.reason}), but XLA's runtime has {size}: "
@@ -809,7 +765,7 @@ def place_in_slice(
             "hosts: export MASTER_ADDR=host0"
         )
     job = str(parent) if nodes == 1 else ",".join(hosts) or address
-    port = port_number(env, "MASTER_PORT") or stable_port("xla", job)
+    port = _port_number(env, "MASTER_PORT") or stable_port("xla", job)
     node = rank // local_size
     return RankInfo(rank, size, local_rank, local_size, node, nodes, address, port, "XLA's runtime", f"it reports {size}")
 

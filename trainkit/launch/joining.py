@@ -24,7 +24,7 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.stores import RestartStore, connected, restarts
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.launch.environment import RankInfo, is_local, placed, read_place, set_gloo_interface
+from trainkit.launch.environment import RankInfo, is_local, read_ranks, set_gloo_interface, with_local_rank
 from trainkit.launch.starting import become_agent, in_notebook, start_command
 
 __all__ = ["alone", "device_of", "join", "joined", "nodes", "note_single_process", "processes", "single_world"]
@@ -169,7 +169,7 @@ def single_world() -> World:
 
 def _place() -> RankInfo | None:
     """The ranks of this process that a launcher has set, in environment variables and on the command line."""
-    return placed(read_place(os.environ), sys.argv[1:])
+    return with_local_rank(read_ranks(os.environ), sys.argv[1:])
 
 
 def _start(wanted: RequestedDevices) -> None:
@@ -264,7 +264,7 @@ def _place_in_group() -> RankInfo:
     rank, size = dist.get_rank(), dist.get_world_size()
     place = RankInfo(rank, size, None, None, None, None, os.environ.get("MASTER_ADDR", ""), 0, "your own process group", "")
     try:
-        started = read_place(os.environ)
+        started = read_ranks(os.environ)
     except ConfigurationError:  # the group works without these variables
         started = None
     if started is None or (started.rank, started.size) != (rank, size):

@@ -44,7 +44,7 @@ from trainkit.console import echo
 from trainkit.distributed.failure import summary
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
-from trainkit.launch.environment import grace, join_timeout, read_place, tpu_is_chosen
+from trainkit.launch.environment import grace, join_timeout, read_ranks, tpu_is_chosen
 from trainkit.launch.private_folder import private_folder
 from trainkit.launch.starting import warn_if_cuda_initialized
 from trainkit.launch.workers import INTERRUPTED, PREEMPTED, Verdict
@@ -289,7 +289,7 @@ def _join_timeout(conf: dict[str, Any], node_rank: int) -> float:
 def _refuse_worker(num_nodes: int) -> None:
     """Refuse to run in a process that a launcher started: each of them would start its own processes."""
     try:
-        place = read_place(os.environ)
+        place = read_ranks(os.environ)
     except ConfigurationError:  # the new processes have their own variables
         return
     if place is not None and place.size not in (1, num_nodes):
