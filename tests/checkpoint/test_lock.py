@@ -446,14 +446,14 @@ def test_a_process_that_is_about_to_end_is_waited_for(run_dir: Path, monkeypatch
 
 def test_a_process_that_was_suspended_in_its_write_is_an_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If another process keeps the lock file itself locked (`flock`), acquiring the lock fails after a timeout."""
-    monkeypatch.setattr(lock_module, "_FLOCK_TIMEOUT", 0.05)
-    with lock_module._LockFile.open(run_dir / LOCK), pytest.raises(CheckpointLockedError, match="Fix: end it"):
+    monkeypatch.setattr(lock_module, "_FLOCK_TIMEOUT_S", 0.05)
+    with lock_module._open(run_dir / LOCK), pytest.raises(CheckpointLockedError, match="Fix: end it"):
         FolderLock(run_dir, "run").acquire()
 
 
 def test_without_flock_a_claim_is_valid_if_it_was_not_overwritten(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock_module, "fcntl", None)
-    monkeypatch.setattr(lock_module, "_SETTLE", 0.01)
+    monkeypatch.setattr(lock_module, "_SETTLE_S", 0.01)
     with taken(run_dir), pytest.raises(CheckpointLockedError, match="this-run"):
         FolderLock(run_dir, "second").acquire()
     assert (run_dir / LOCK).read_bytes() == b""

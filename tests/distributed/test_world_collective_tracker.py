@@ -32,7 +32,7 @@ def test_the_line_of_a_script() -> None:
     module = function_of("torch.nn", "def verb(*given): return inner(*given)", inner=inner)
     outer = function_of("trainkit.accelerator", "def verb(): return module()", module=module)
     for call in (module, outer):
-        assert call() == ("verb", f"test_collective_tracker.py:{line()}")
+        assert call() == ("verb", f"test_world_collective_tracker.py:{line()}")
 
     first = function_of("trainkit.a", "def save_state(call): return call()\nverb = save_state")
     assert first(lambda: inner())[0] == "verb"  # the lambda belongs to a script
@@ -75,7 +75,7 @@ def test_another_thread_sees_where_it_waits() -> None:
     seen.set()
     thread.join(60)
     assert (found["begun"], found["where"][0]) == (1, "backward")
-    assert re.fullmatch(r"test_collective_tracker\.py:\d+", found["where"][1])
+    assert re.fullmatch(r"test_world_collective_tracker\.py:\d+", found["where"][1])
     assert tracker.record()["where"] is None
 
 

@@ -9,7 +9,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def place(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def dead() -> dict[str, Any]:
     """The identity of a process that has ended; its ID may belong to another process now."""
-    return replace(ProcessIdentity.this(), start="1").to_json()
+    return asdict(replace(ProcessIdentity.this(), start="1"))
 
 
 def left(place: Path, owner: Any, name: str = "trainkit-x") -> Path:

@@ -3,19 +3,15 @@
 The lock is the content of the file `.lock`, which names its holder and has a heartbeat. `flock` only makes
 read-check-write atomic, and is released immediately.
 
-Why not the package filelock (tried: 4.2.12), which torch depends on, and which would replace this file:
-
-- `FileLock` holds `flock` for the whole run. BeeGFS, Lustre with `localflock` and FUSE file systems apply `flock` to
-  one host only: runs on two hosts would both save. NFSv3 keeps the lock of a dead host until that host starts again. A forked
-  DataLoader worker keeps the lock of a killed run, unless filelock is recent enough to close it; torch requires no version. It
-  also truncates the file, so that the error could not name host, process and run.
-- `SoftFileLease` (3.30 and newer) has a heartbeat. But a killed run that its parent has not waited for blocks the folder for
-  the whole lease, the file has no room for the run, a `.lock` of an earlier trainkit counts as malformed and is removed, and
-  a process that was suspended learns of a takeover only at its next heartbeat, which may be after its next save.
+The package filelock, which torch depends on, does not do this. `FileLock` holds `flock` for the whole run: BeeGFS, Lustre with
+`localflock` and FUSE apply it to one host only, NFSv3 keeps that of a dead host, and a forked worker that of a killed run.
+`SoftFileLease` blocks the folder of a killed run for the whole lease, has no room for the name of the run, and a process that
+was suspended learns of a takeover only at its next heartbeat, which may be after its next save.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -26,7 +22,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,8 +48,8 @@ LOCK = ".lock"
 """Name of the lock file in a folder of checkpoints; the file is empty if no run holds the lock."""
 
 _MAX_BYTES = 64 * 1024
-_FLOCK_TIMEOUT = 10.0  # seconds; another process needs microseconds for its read-check-write
-_SETTLE = 0.25  # seconds after which a claim without flock is valid, if it was not overwritten
+_FLOCK_TIMEOUT_S = 10.0  # another process needs microseconds for its read-check-write
+_SETTLE_S = 0.25  # the time after which a claim without flock is valid, if it was not overwritten
 
 _HELD: set[str] = set()  # tokens of the locks that this process holds
 
@@ -96,15 +92,14 @@ class FolderLock:
         if self._heartbeat is not None and not self._heartbeat.lost:
             return
         self.release()
-        path = self.folder / LOCK
         mine = _Holder(ProcessIdentity.this(), self.run_id, secrets.token_hex(16))
         _HELD.add(mine.token)  # before the file is written: a token that is not in _HELD is that of a dead lock
         try:
-            _claim(path, mine, self.folder, self.stale_after)
+            _claim(self.folder, mine, self.stale_after)
         except BaseException:
             _HELD.discard(mine.token)
             raise
-        self._heartbeat = _Heartbeat(path, mine, self.interval)
+        self._heartbeat = _Heartbeat(self.folder / LOCK, mine, self.interval)
         self._end = weakref.finalize(self, self._heartbeat.end)
         self._heartbeat.start()
 
@@ -134,9 +129,6 @@ class FolderLock:
             )
 
 
-# ------------------------------------------------------------------------------------------------------------ the holder
-
-
 @dataclass(frozen=True)
 class _Holder:
     """Who holds the lock. The token distinguishes several locks of one process."""
@@ -158,36 +150,52 @@ class _Holder:
         return cls(process, values["run_id"], values["token"])
 
     def to_bytes(self, heartbeats: int) -> bytes:
-        values = {**self.process.to_json(), "run_id": self.run_id, "token": self.token, "beat": heartbeats}
+        values = {**asdict(self.process), "run_id": self.run_id, "token": self.token, "beat": heartbeats}
         return json.dumps(values).encode() + b"\n"
 
     def __str__(self) -> str:
         return f"run {self.run_id!r} (process {self.process.pid} on host {self.process.host!r})"
 
-    def state(self) -> Literal["live", "dying", "dead", "unknown"]:
-        """Whether the holder is alive; `"unknown"` if only its heartbeat can show that."""
-        if self.process == ProcessIdentity.this():
-            return "live" if self.token in _HELD else "dead"
-        return self.process.state()
+    def is_in(self, data: bytes) -> bool:
+        """Whether a lock file names this lock."""
+        holder = _Holder.parse(data)
+        return holder is not None and holder.token == self.token
 
 
-# ----------------------------------------------------------------------------------------------------------- taking it
+def _state(data: bytes) -> Literal["live", "dying", "dead", "unknown"]:
+    """Whether the holder in a lock file is alive; `"unknown"` if only its heartbeat can show that."""
+    holder = _Holder.parse(data)
+    if holder is None:
+        return "unknown" if data else "dead"
+    if holder.process == ProcessIdentity.this():
+        return "live" if holder.token in _HELD else "dead"
+    return holder.process.state()
 
 
-def _claim(path: Path, mine: _Holder, folder: Path, stale_after: float) -> None:
+def _claim(folder: Path, mine: _Holder, stale_after: float) -> None:
     """Write `mine` into the lock file as soon as no live process holds the lock."""
     seen, since = b"", 0.0
     while True:
         try:
-            with _LockFile.open(path) as file:
+            with _open(folder / LOCK) as file:
                 data = file.read()
-                holder = _Holder.parse(data)
-                state = _state(data, holder)
+                state = _state(data)
                 if state == "live" or (state == "unknown" and seen and data != seen):  # there was a heartbeat
-                    raise _in_use(folder, holder)
+                    holder = _Holder.parse(data) or "another run (its lock file is unreadable)"
+                    raise CheckpointLockedError(
+                        f"The folder {folder} is in use by {holder}, which is still running. Expected a folder that no other "
+                        "run writes to, since two runs would remove each other's checkpoints. Fix: end that run, or choose "
+                        "another folder for this one: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
+                    )
                 expired = data == seen and time.monotonic() - since >= stale_after
-                if (state == "dead" or expired) and _write_claim(file, path, mine):
-                    return
+                if state == "dead" or expired:
+                    file.write(mine.to_bytes(0))
+                    if file.exclusive:
+                        return
+                    time.sleep(_SETTLE_S)  # without flock, two processes may write their claims at the same time
+                    with _open(folder / LOCK) as again:
+                        if mine.is_in(again.read()):
+                            return
         except OSError as error:
             raise CheckpointWriteError(
                 f"The folder {folder} could not be locked: {error}. Expected an existing, writable folder. "
@@ -195,83 +203,54 @@ def _claim(path: Path, mine: _Holder, folder: Path, stale_after: float) -> None:
             ) from error
         if state == "unknown" and not seen:
             seen, since = data, time.monotonic()
-            _announce_wait(folder, holder, stale_after)
+            notice(
+                f"{folder} is locked by {_Holder.parse(data) or 'an unreadable lock file'}. Waiting for {stale_after:g} s: "
+                "without a heartbeat, this run takes over the lock."
+            )
         time.sleep(0.01 if state == "dying" else min(1.0, stale_after / 20))
 
 
-def _announce_wait(folder: Path, holder: _Holder | None, stale_after: float) -> None:
-    by = holder or "an unreadable lock file"
-    notice(f"{folder} is locked by {by}. Waiting for {stale_after:g} s: without a heartbeat, this run takes over the lock.")
-
-
-def _state(data: bytes, holder: _Holder | None) -> str:
-    """The state of the holder in a lock file, which may be empty or unreadable."""
-    if not data:
-        return "dead"
-    return "unknown" if holder is None else holder.state()
-
-
-def _write_claim(file: _LockFile, path: Path, mine: _Holder) -> bool:
-    """Write a claim. Returns whether it is valid: without flock, two processes may write theirs at the same time."""
-    file.write(mine.to_bytes(0))
-    if file.exclusive:
-        return True
-    time.sleep(_SETTLE)
-    with _LockFile.open(path) as file:
-        holder = _Holder.parse(file.read())
-    return holder is not None and holder.token == mine.token
-
-
-def _in_use(folder: Path, holder: _Holder | None) -> CheckpointLockedError:
-    return CheckpointLockedError(
-        f"The folder {folder} is in use by {holder or 'another run (its lock file is unreadable)'}, which is still running. "
-        "Expected a folder that no other run writes to, since two runs would remove each other's checkpoints. Fix: end that "
-        "run, or choose another folder for this one: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
-    )
-
-
+@dataclass
 class _LockFile:
-    """The open lock file, locked against other processes if the system supports `flock`."""
+    """The open lock file; `exclusive`: it is locked against other processes, which needs a system that supports `flock`."""
 
-    def __init__(self, descriptor: int, exclusive: bool) -> None:
-        self._descriptor = descriptor
-        self.exclusive = exclusive
-
-    @classmethod
-    @contextmanager
-    def open(cls, path: Path, *, create: bool = True) -> Iterator[_LockFile]:
-        # If the file was replaced by a link or a pipe, do not follow it, wait for it or write to it.
-        flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-        descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o666)
-        exclusive = False
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(path))
-            exclusive = _flock(descriptor, path)
-            yield cls(descriptor, exclusive)
-        finally:
-            if exclusive:
-                # Explicitly, not by close(): a process that was forked in the meantime shares the open file.
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
-            os.close(descriptor)
+    descriptor: int
+    exclusive: bool
 
     def read(self) -> bytes:
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        return os.read(self._descriptor, _MAX_BYTES)
+        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        return os.read(self.descriptor, _MAX_BYTES)
 
     def write(self, data: bytes) -> None:
-        os.lseek(self._descriptor, 0, os.SEEK_SET)
-        written = os.write(self._descriptor, data) if data else 0
-        if written != len(data):
+        os.lseek(self.descriptor, 0, os.SEEK_SET)
+        if data and os.write(self.descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.ftruncate(self._descriptor, len(data))
+        os.ftruncate(self.descriptor, len(data))
+
+
+@contextmanager
+def _open(path: Path, *, create: bool = True) -> Iterator[_LockFile]:
+    # If the file was replaced by a link or a pipe, do not follow it, wait for it or write to it.
+    flags = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    descriptor = os.open(path, flags | (os.O_CREAT if create else 0), 0o666)
+    exclusive = False
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        exclusive = _flock(descriptor, path)
+        yield _LockFile(descriptor, exclusive)
+    finally:
+        if exclusive:
+            # Explicitly, not by close(): a process that was forked in the meantime shares the open file.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
 
 
 def _flock(descriptor: int, path: Path) -> bool:
     """Wait for the lock of the operating system; False if it does not support `flock`."""
     if fcntl is None:
         return False
-    end = time.monotonic() + _FLOCK_TIMEOUT
+    end = time.monotonic() + _FLOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -283,13 +262,10 @@ def _flock(descriptor: int, path: Path) -> bool:
                 raise
         if time.monotonic() > end:
             raise CheckpointLockedError(
-                f"Another process has held {path} for {_FLOCK_TIMEOUT:g} s; this normally takes microseconds. Is it "
+                f"Another process has held {path} for {_FLOCK_TIMEOUT_S:g} s; this normally takes microseconds. Is it "
                 "suspended? Fix: end it, or choose another folder: ModelCheckpoint(dirpath=...)."
             )
         time.sleep(0.005)
-
-
-# ---------------------------------------------------------------------------------------------------------- keeping it
 
 
 class _Heartbeat(threading.Thread):
@@ -311,21 +287,20 @@ class _Heartbeat(threading.Thread):
         """Whether another run holds the lock by now. If not, and with `write`, write a heartbeat."""
         if self.lost:
             return True
-        try:
+        # A file system that does not answer is no answer: a save will fail, and the next heartbeat tries again.
+        with contextlib.suppress(OSError, CheckpointError):
             try:
-                with _LockFile.open(self.path, create=False) as file:
-                    self._read(file, write)
+                with _open(self.path, create=False) as file:
+                    self._check(file, write)
             except FileNotFoundError:  # deleted by a user: take the lock again, unless another run was faster
-                with _LockFile.open(self.path) as file:
-                    self._read(file, write, deleted=True)
-        except (OSError, CheckpointError):
-            pass  # the file system does not answer: a save will fail, and the next heartbeat tries again
+                with _open(self.path) as file:
+                    self._check(file, write, deleted=True)
         return self.lost
 
-    def _read(self, file: _LockFile, write: bool, deleted: bool = False) -> None:
+    def _check(self, file: _LockFile, write: bool, deleted: bool = False) -> None:
         data = file.read()
         holder = _Holder.parse(data)
-        if (deleted and not data) or (holder is not None and holder.token == self.mine.token):
+        if (deleted and not data) or self.mine.is_in(data):
             if write or deleted:
                 self.count += 1
                 file.write(self.mine.to_bytes(self.count))
@@ -342,10 +317,7 @@ class _Heartbeat(threading.Thread):
         if self.is_alive() and self is not threading.current_thread():
             self.join()
         _HELD.discard(self.mine.token)
-        try:
-            with _LockFile.open(self.path, create=False) as file:
-                holder = _Holder.parse(file.read())
-                if holder is not None and holder.token == self.mine.token:
-                    file.write(b"")
-        except (OSError, CheckpointError):
-            pass  # the lock can be taken over anyway: its token is not in _HELD anymore
+        # If this fails, the lock can be taken over anyway: its token is not in _HELD anymore.
+        with contextlib.suppress(OSError, CheckpointError), _open(self.path, create=False) as file:
+            if self.mine.is_in(file.read()):
+                file.write(b"")

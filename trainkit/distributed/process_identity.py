@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,17 +35,12 @@ class ProcessIdentity:
     def this(cls) -> ProcessIdentity:
         """The current process."""
         pid = os.getpid()
-        return cls(
-            host=socket.gethostname(),
-            boot=_text("/proc/sys/kernel/random/boot_id"),
-            namespace=_link("/proc/self/ns/pid"),
-            pid=pid,
-            start=_start_and_state(pid)[0],
-        )
+        boot, namespace = _text("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/pid")
+        return cls(socket.gethostname(), boot, namespace, pid, _start_and_state(pid)[0])
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ProcessIdentity | None:
-        """Decode the result of `to_json`, which may have more keys; `None` if it is invalid."""
+        """The process in the result of `dataclasses.asdict`, which may have more keys; `None` if it is invalid."""
         host, pid = values.get("host"), values.get("pid")
         boot, namespace, start = (values.get(name, 0) for name in ("boot", "namespace", "start"))
         if not isinstance(host, str) or type(pid) is not int or not 0 < pid < 2**31:
@@ -53,10 +48,6 @@ class ProcessIdentity:
         if not all(value is None or isinstance(value, str) for value in (boot, namespace, start)):
             return None
         return cls(host, boot, namespace, pid, start)
-
-    def to_json(self) -> dict[str, Any]:
-        """A dict with a key for each attribute."""
-        return asdict(self)
 
     def state(self) -> Literal["live", "dying", "dead", "unknown"]:
         """Whether the process is alive. `"dying"`: killed but not exited yet; `"unknown"`: not visible from this host."""

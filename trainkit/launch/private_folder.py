@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from trainkit.distributed.process_identity import ProcessIdentity
@@ -41,7 +42,7 @@ def private_folder(name: str = "", *, in_memory: bool = False) -> Iterator[str]:
     place = MEMORY if in_memory and os.access(MEMORY, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix=_PREFIX + name, dir=place, ignore_cleanup_errors=True) as folder:
         with contextlib.suppress(OSError):  # a full disk: the first write to the folder raises an error
-            Path(folder, _OWNER).write_text(json.dumps(ProcessIdentity.this().to_json()))
+            Path(folder, _OWNER).write_text(json.dumps(asdict(ProcessIdentity.this())))
         yield folder
 
 
