@@ -167,7 +167,7 @@ class Loop:
     """A training loop of two processes that has made its first optimizer step."""
 
     def __init__(self, **arguments: Any) -> None:
-        trainkit.distributed.channel._LOOK = 0.05
+        trainkit.distributed.channel._LOOK_S = 0.05
         self.accelerator = Accelerator(**arguments)
         self.main = self.accelerator.is_main_process
         net = Net()

@@ -28,11 +28,11 @@ VERSIONS = MARK + b"v" + json.dumps(versions()).encode()
 PROGRAM = """\
 import sys
 from trainkit.cli import launch_child
-launch_child._HEARTBEAT_TIMEOUT = {vain}
+launch_child._HEARTBEAT_TIMEOUT_S = {vain}
 send = launch_child._Terminal.send
 def at_work(terminal, kind, line):
     if kind == b"1":
-        launch_child._HEARTBEAT_TIMEOUT = {silence}
+        launch_child._HEARTBEAT_TIMEOUT_S = {silence}
     send(terminal, kind, line)
 launch_child._Terminal.send = at_work
 sys.exit(launch_child.run([sys.executable, "-c", {work!r}]))

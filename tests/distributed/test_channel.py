@@ -130,7 +130,7 @@ def test_a_closed_channel_exchanges_nothing(rank: int) -> None:
 
 def test_a_waiting_rank_calls_the_function_from_time_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception in the function ends the wait and withdraws the value."""
-    monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
+    monkeypatch.setattr("trainkit.distributed.channel._LOOK_S", 0.01)
     looks: list[int] = []
 
     def look() -> None:
@@ -148,7 +148,7 @@ def test_a_waiting_rank_calls_the_function_from_time_to_time(monkeypatch: pytest
 @pytest.mark.parametrize("complete", [False, True])
 def test_an_interrupted_exchange_is_repeated(complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next exchange has the same number, unless all ranks had sent their values before the interruption."""
-    monkeypatch.setattr("trainkit.distributed.channel._LOOK", 0.01)
+    monkeypatch.setattr("trainkit.distributed.channel._LOOK_S", 0.01)
 
     with star(2) as channels, ThreadPoolExecutor(1) as pool:
         teams = [ThreadExchange("team", channels[rank], rank, 2) for rank in range(2)]
@@ -183,13 +183,13 @@ def test_ask_returns_what_each_rank_is_doing() -> None:
 
 
 def test_a_rank_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.distributed.channel._ANSWER", 0.05)
+    monkeypatch.setattr("trainkit.distributed.channel._ANSWER_S", 0.05)
     hangs = threading.Event()
     with star(2) as channels:
         channels[1]._link._loop.call(lambda: bool(hangs.wait(PATIENCE)))
         assert channels[0].ask() is None
         hangs.set()
-        monkeypatch.setattr("trainkit.distributed.channel._ANSWER", PATIENCE)
+        monkeypatch.setattr("trainkit.distributed.channel._ANSWER_S", PATIENCE)
         assert channels[0].ask() is not None
 
 

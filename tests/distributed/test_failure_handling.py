@@ -131,7 +131,7 @@ def test_an_exit_between_runs(rank: int) -> None:
 
 def all_end(how: str) -> None:
     member = Member()
-    endings._LAST = VAIN
+    endings._LAST_S = VAIN
 
     def work() -> None:
         member.step()
@@ -178,7 +178,7 @@ def first_in_the_run_last_at_its_end(catches: bool, leaves: bool) -> None:
     With `catches`, it catches its error. With `leaves`, it then ends without waiting for the other ranks to exit.
     """
     member = Member()
-    endings._CAUSE = LIMIT if not catches or leaves else 1.0  # long enough for a slow machine
+    endings._CAUSE_S = LIMIT if not catches or leaves else 1.0  # long enough for a slow machine
 
     def work() -> None:
         member.step()

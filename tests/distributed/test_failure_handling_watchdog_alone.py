@@ -60,7 +60,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
 
 def test_the_main_thread_waits_for_a_rank_that_has_exited(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog ends this process only if it is in a collective after the other rank has exited."""
-    monkeypatch.setattr("trainkit.distributed.failure_handling._LOOK", 0.01)
+    monkeypatch.setattr("trainkit.distributed.failure_handling._LOOK_S", 0.01)
     ended = threading.Event()
     ends: list[Any] = []
     monkeypatch.setattr(Watchdog, "_end", lambda self, failure: (ends.append(failure), ended.set()))

@@ -202,7 +202,7 @@ def test_connections_without_the_token_keep_no_rank_out(said: bytes) -> None:
 
 def test_a_connection_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that sends a byte now and then is dropped while the listener waits for a rank."""
-    monkeypatch.setattr(hub, "_HELLO_TIMEOUT", 0.2)
+    monkeypatch.setattr(hub, "_HELLO_TIMEOUT_S", 0.2)
     shared = Shared()
 
     def meet(rank: int) -> Channel | None:

@@ -39,7 +39,7 @@ def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     files = len(os.listdir("/dev/fd"))
     store = connected(lambda: connect(server.port), server.port, 10.0)
     store.set("key", "value")
-    assert (server.port, stores._SILENCE) in watched
+    assert (server.port, stores._SILENCE_S) in watched
     assert len(os.listdir("/dev/fd")) == files + 2  # the two ends of one connection
 
 

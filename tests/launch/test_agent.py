@@ -75,7 +75,7 @@ def test_the_exit_code_is_that_of_the_first_failed_worker(tmp_path: Path) -> Non
 
 
 def test_all_have_ended_ten_seconds_after_a_failure() -> None:
-    assert workers._FAILURE_TIMEOUT + workers._SHUTDOWN < 9.5
+    assert workers._FAILURE_TIMEOUT_S + workers._SHUTDOWN_S < 9.5
 
 
 def test_other_workers_are_ended_after_a_failure(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_other_workers_are_ended_after_a_failure(tmp_path: Path) -> None:
         'if rank == "1":\n    time.sleep(0.2)\n    raise SystemExit("the first traceback")\n'
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(1000)\n"
     )
-    agent = start_agent(script, tmp_path, limits={"_FAILURE_TIMEOUT": 0.5, "_SHUTDOWN": 0.5})
+    agent = start_agent(script, tmp_path, limits={"_FAILURE_TIMEOUT_S": 0.5, "_SHUTDOWN_S": 0.5})
     pids = agent.ready()
     assert agent.code() == 1
     assert agent.output == "the first traceback\n"  # and nothing after it
@@ -128,7 +128,7 @@ time.sleep(1000)
 
 def test_a_terminal_that_closes_is_one_stop_request(tmp_path: Path) -> None:
     """SIGHUP may come more than once, and SIGTERM after it: the workers get one signal, and have the time to save."""
-    agent = start_agent(CLOSING, tmp_path, 1, limits={"_REPEAT": 0.0, "_SHUTDOWN": 0.2})
+    agent = start_agent(CLOSING, tmp_path, 1, limits={"_REPEAT_S": 0.0, "_SHUTDOWN_S": 0.2})
     agent.ready()
     for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
         agent.signal(number)
@@ -139,7 +139,7 @@ def test_a_terminal_that_closes_is_one_stop_request(tmp_path: Path) -> None:
 
 
 def test_a_signal_after_a_closed_terminal_is_the_second_at_its_second_time(tmp_path: Path) -> None:
-    agent = start_agent(CLOSING, tmp_path, 1, limits={"_REPEAT": 0.0, "_SHUTDOWN": 0.2})
+    agent = start_agent(CLOSING, tmp_path, 1, limits={"_REPEAT_S": 0.0, "_SHUTDOWN_S": 0.2})
     agent.ready()
     for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGTERM):
         agent.signal(number)
@@ -160,7 +160,7 @@ def test_a_stop_request_to_one_worker_ends_all(tmp_path: Path) -> None:
 
 def test_a_worker_that_does_not_end_in_time_is_killed(tmp_path: Path) -> None:
     script = 'if rank == "1":\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n' + FOREVER
-    agent = start_agent(script, tmp_path, grace=0.5, limits={"_SHUTDOWN": 0.5})
+    agent = start_agent(script, tmp_path, grace=0.5, limits={"_SHUTDOWN_S": 0.5})
     pids = agent.ready()
     agent.signal(signal.SIGTERM)
     assert agent.code() == 143
@@ -244,7 +244,7 @@ def test_a_signal_just_before_the_workers_are_started(tmp_path: Path, number: si
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     script = "signal.signal(signal.SIGINT, lambda number, frame: None)\n" + FOREVER
-    agent = start_agent(script, tmp_path, limits={"_SHUTDOWN": 0.3})
+    agent = start_agent(script, tmp_path, limits={"_SHUTDOWN_S": 0.3})
     pids = agent.ready()
     agent.signal(signal.SIGINT)
     time.sleep(0.5)
@@ -255,12 +255,12 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
-def test_a_lost_guard_is_a_failure(tmp_path: Path) -> None:
-    """If a guard process is killed, torch elastic ends and restarts all workers, up to `max_restarts` times."""
+def test_a_lost_placeholder_is_a_failure(tmp_path: Path) -> None:
+    """If a placeholder process is killed, torch elastic ends and restarts all workers, up to `max_restarts` times."""
     agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path, max_restarts=1)
     for restart in (0, 1):
         pids = agent.ready(restart)
-        os.kill(guards(agent.process)[1], signal.SIGKILL)
+        os.kill(placeholders(agent.process)[1], signal.SIGKILL)
         wait_until(lambda started=pids: gone(started))
     assert agent.code() == 1
     assert agent.output == (
@@ -269,19 +269,19 @@ def test_a_lost_guard_is_a_failure(tmp_path: Path) -> None:
     )
 
 
-def guards(launcher: int) -> list[int]:
-    """The process IDs of a launcher's guards."""
+def placeholders(launcher: int) -> list[int]:
+    """The process IDs of a launcher's placeholders."""
     children = Path(f"/proc/{launcher}/task").glob("*/children")
     pids = [int(pid) for file in children for pid in file.read_text().split()]
-    return [pid for pid in pids if "guard.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    return [pid for pid in pids if "placeholder.py" in Path(f"/proc/{pid}/cmdline").read_text()]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="death signals")
-def test_a_killed_agent_whose_guards_are_killed_too_leaves_nothing(tmp_path: Path) -> None:
-    """Workers end even if the agent and its guards are killed together, for example by `pkill -9 -f trainkit`."""
+def test_a_killed_agent_whose_placeholders_are_killed_too_leaves_nothing(tmp_path: Path) -> None:
+    """Workers end even if the agent and its placeholders are killed together, for example by `pkill -9 -f trainkit`."""
     agent = start_agent(FOREVER, tmp_path)
     pids = agent.ready()
-    for pid in [*guards(agent.process), agent.process]:
+    for pid in [*placeholders(agent.process), agent.process]:
         os.kill(pid, signal.SIGKILL)
     assert agent.killed() == "ended with -9"
     wait_until(lambda: gone(pids), within(3.0))
@@ -303,7 +303,7 @@ def test_an_error_of_the_agent_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_killed_agent_leaves_nothing(tmp_path: Path) -> None:
-    """If the agent is killed, its guards end the workers and their child processes."""
+    """If the agent is killed, its placeholders end the workers and their child processes."""
     agent = start_agent(WITH_CHILD + "time.sleep(1000)\n", tmp_path)
     pids = agent.ready()
     agent.signal(signal.SIGKILL)
@@ -471,7 +471,7 @@ def test_nodes_that_do_not_connect(options: dict[str, object], words: list[str],
 
 def test_another_program_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """If another program listens at the address of the first node, the error says so."""
-    monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER", 1.0)
+    monkeypatch.setattr("trainkit.launch.rendezvous._ANSWER_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(

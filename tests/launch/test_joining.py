@@ -345,7 +345,7 @@ def test_another_program_that_answers() -> None:
 
 
 def joins_impatiently() -> None:
-    joining._LATE = 0.5
+    joining._LATE_S = 0.5
     joins(1.0)
 
 

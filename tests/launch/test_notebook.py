@@ -30,7 +30,7 @@ from trainkit.launch import agent, notebook
 from trainkit.launch.agent import Job
 from trainkit.launch.notebook import CALL, FOLDER, TASK, dump_call, dump_result, read_reports
 from trainkit.launch.private_folder import remove_leftovers
-from trainkit.launch.workers import Verdict
+from trainkit.launch.workers import Outcome
 
 Captured = Callable[..., Job]
 
@@ -102,10 +102,10 @@ def captured(tasks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> Ca
     """`captured(num_processes=2)` returns the job that would run, and pretends that it succeeded."""
     jobs: list[Job] = []
 
-    def run_to_end(job: Job) -> Verdict:
+    def run_to_end(job: Job) -> Outcome:
         jobs.append(job)
         tasks.append(json.loads(Path(job.environment[FOLDER], TASK).read_text()))
-        return Verdict(0, True, None, None)
+        return Outcome(0, True, None, None)
 
     monkeypatch.setattr(agent, "run_to_end", run_to_end)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -219,21 +219,21 @@ FOLLOWS = failure(0, "RuntimeError: Connection closed by peer", follows=True)
 REFUSED = failure(0, "the result cannot be sent back", refused=True)
 
 
-@pytest.mark.parametrize("verdict, failures, error, message", [
-    (Verdict(1, False, "rank 0 ended with exit code 1", None), [FOLLOWS, FIRST], ProcessFailedError, "rank 1 failed: ValueE"),
-    (Verdict(137, False, "x", "rank 1 was ended by SIGKILL"), [FOLLOWS], ProcessFailedError, "^rank 1 was ended by SIGKILL.$"),
-    (Verdict(1, False, "rank 0 ended with exit code 1", None), [FOLLOWS], ProcessFailedError, "Connection closed by peer"),
-    (Verdict(3, False, "rank 1 ended with exit code 3", None), [], ProcessFailedError, "^rank 1 ended with exit code 3.$"),
-    (Verdict(1, False, None, None), [], ProcessFailedError, "the processes have failed"),
-    (Verdict(1, False, "x", None), [FOLLOWS, REFUSED], ConfigurationError, "cannot be sent back"),
-    (Verdict(1, False, "x", None), [REFUSED, FIRST], ProcessFailedError, "rank 1 failed: ValueError"),
-    (Verdict(0, True, None, None), [REFUSED], ConfigurationError, "cannot be sent back"),
-    (Verdict(130, True, None, None), [FOLLOWS], KeyboardInterrupt, "^$"),
-    (Verdict(143, True, None, None), [], Preempted, "stopped by a signal"),
+@pytest.mark.parametrize("outcome, failures, error, message", [
+    (Outcome(1, False, "rank 0 ended with exit code 1", None), [FOLLOWS, FIRST], ProcessFailedError, "rank 1 failed: ValueE"),
+    (Outcome(137, False, "x", "rank 1 was ended by SIGKILL"), [FOLLOWS], ProcessFailedError, "^rank 1 was ended by SIGKILL.$"),
+    (Outcome(1, False, "rank 0 ended with exit code 1", None), [FOLLOWS], ProcessFailedError, "Connection closed by peer"),
+    (Outcome(3, False, "rank 1 ended with exit code 3", None), [], ProcessFailedError, "^rank 1 ended with exit code 3.$"),
+    (Outcome(1, False, None, None), [], ProcessFailedError, "the processes have failed"),
+    (Outcome(1, False, "x", None), [FOLLOWS, REFUSED], ConfigurationError, "cannot be sent back"),
+    (Outcome(1, False, "x", None), [REFUSED, FIRST], ProcessFailedError, "rank 1 failed: ValueError"),
+    (Outcome(0, True, None, None), [REFUSED], ConfigurationError, "cannot be sent back"),
+    (Outcome(130, True, None, None), [FOLLOWS], KeyboardInterrupt, "^$"),
+    (Outcome(143, True, None, None), [], Preempted, "stopped by a signal"),
 ])  # fmt: skip
-def test_failures(verdict: Verdict, failures: list[dict[str, Any]], error: type[BaseException], message: str) -> None:
+def test_failures(outcome: Outcome, failures: list[dict[str, Any]], error: type[BaseException], message: str) -> None:
     with pytest.raises(error, match=message):
-        notebook._raise_failure(verdict, failures)
+        notebook._raise_failure(outcome, failures)
 
 
 # ------------------------------------------------------------------------------------------ code of the worker process
@@ -312,10 +312,10 @@ def test_only_this_user_can_read_what_is_sent(captured: Captured, monkeypatch: p
     """The folder with the pickled function can be read by this user only and is removed at the end."""
     modes: list[tuple[Path, int]] = []
 
-    def run_to_end(job: Job) -> Verdict:
+    def run_to_end(job: Job) -> Outcome:
         folder = Path(job.environment[FOLDER])
         modes.append((folder, folder.stat().st_mode & 0o777))
-        return Verdict(0, True, None, None)
+        return Outcome(0, True, None, None)
 
     monkeypatch.setattr(agent, "run_to_end", run_to_end)
     notebook_launcher(nothing, num_processes=2)

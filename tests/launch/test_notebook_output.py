@@ -129,7 +129,7 @@ def test_output_is_read_where_it_is_not_wanted(cells: Cells) -> None:
 
 def test_what_a_process_leaves_running_is_not_waited_for(cells: Cells, monkeypatch: pytest.MonkeyPatch) -> None:
     """`close` does not wait for background processes of a worker; their later output still appears."""
-    monkeypatch.setattr("trainkit.launch.notebook._CLOSE_TIMEOUT", 0.0)
+    monkeypatch.setattr("trainkit.launch.notebook._CLOSE_TIMEOUT_S", 0.0)
     out, _ = cells()
     streams = WorkerOutput()
     processes = take(streams, 1)

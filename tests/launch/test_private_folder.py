@@ -20,7 +20,7 @@ from helpers.resume.faulting import Child
 
 from trainkit.distributed.process_identity import ProcessIdentity
 from trainkit.launch import private_folder as module
-from trainkit.launch.guard import GUARD, WORKERS
+from trainkit.launch.placeholder import LOCK_PREFIX, WORKERS
 from trainkit.launch.private_folder import private_folder, remove_leftovers
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="owners of POSIX")
@@ -139,32 +139,32 @@ def test_a_folder_of_another_user_stays(place: Path, dead: dict[str, Any], monke
 
 
 @contextlib.contextmanager
-def guarded(folder: Path) -> Iterator[Path]:
-    """Lets a folder be that of a launcher whose guard still runs; yields the file with the IDs of its workers."""
-    with open(folder / "inside" / f"{GUARD}1", "w") as lock:
+def kept_by_placeholder(folder: Path) -> Iterator[Path]:
+    """Lets a folder be that of a launcher whose placeholder still runs; yields the file with the IDs of its workers."""
+    with open(folder / "inside" / f"{LOCK_PREFIX}1", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         workers = folder / "inside" / WORKERS
         workers.touch()
         yield workers
 
 
-def test_guards_that_still_end_workers_are_waited_for(
+def test_placeholders_that_still_end_workers_are_waited_for(
     place: Path, dead: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = left(place, dead)
     waited: list[float] = []
-    with guarded(folder) as workers:
+    with kept_by_placeholder(folder) as workers:
         monkeypatch.setattr(module.time, "sleep", lambda _: (waited.append(1), workers.unlink()))
         remove_leftovers()
     assert waited == [1]
     assert not folder.exists()
 
 
-def test_a_slow_guard_still_finds_the_workers(place: Path, dead: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder stays until the guard has ended them, or has ended itself."""
-    monkeypatch.setattr(module, "_GUARDS", 0.0)
+def test_a_slow_placeholder_still_finds_the_workers(place: Path, dead: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder stays until the placeholder has ended them, or has ended itself."""
+    monkeypatch.setattr(module, "_PLACEHOLDER_TIMEOUT_S", 0.0)
     folder = left(place, dead)
-    with guarded(folder) as workers:
+    with kept_by_placeholder(folder) as workers:
         remove_leftovers()
         assert workers.exists()
     remove_leftovers()
@@ -174,7 +174,7 @@ def test_a_slow_guard_still_finds_the_workers(place: Path, dead: dict[str, Any],
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux")
 @pytest.mark.prompt
 def test_a_killed_launcher(tmp_path: Path) -> None:
-    """The folder in memory of a launcher that was killed together with its guards is removed by the next launcher."""
+    """The folder in memory of a launcher that was killed together with its placeholders is removed by the next launcher."""
 
     def folders(pid: int) -> list[Path]:
         found = []

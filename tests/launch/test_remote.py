@@ -61,8 +61,8 @@ def run(ssh: list[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """`run(a="…", b="…")` runs these scripts and returns the exit code; after a failure, other hosts have half a second."""
 
     def start(grace: float = PATIENCE, patience: float = 0.5, join: float = PATIENCE, **parts: str) -> int:
-        monkeypatch.setattr(remote, "_FAILURE_TIMEOUT", patience)
-        monkeypatch.setattr(remote, "_AGENT_TIMEOUT", 0.5)
+        monkeypatch.setattr(remote, "_FAILURE_TIMEOUT_S", patience)
+        monkeypatch.setattr(remote, "_AGENT_TIMEOUT_S", 0.5)
         return run_hosts(parts, ssh, grace, join)
 
     return start
@@ -79,7 +79,7 @@ def test_nothing_is_sent_before_a_host_is_ready(
     run: Run, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heartbeats are sent only after a host is ready. Earlier, the set-up commands of the host would read them."""
-    monkeypatch.setattr(remote, "_HEARTBEAT", 0.01)
+    monkeypatch.setattr(remote, "_HEARTBEAT_S", 0.01)
     late = part(f"told heartbeat; echo heartbeat; {ends(0)}").replace(
         "printf '\\036v", "read -r -t 0.3 line && echo early; printf '\\036v", 1
     )

@@ -31,7 +31,7 @@ import sys
 from trainkit.cli.main import main
 from trainkit.launch import rendezvous
 from trainkit.distributed import stores
-for module, name, value in ((stores, "_SILENCE", 3.0), (rendezvous, "_HEARTBEAT", {HEARTBEAT})):
+for module, name, value in ((stores, "_SILENCE_S", 3.0), (rendezvous, "_HEARTBEAT_S", {HEARTBEAT})):
     assert hasattr(module, name), name
     setattr(module, name, value)
 sys.exit(main())

@@ -79,7 +79,7 @@ def pid(file: Path) -> int:
 
 def test_exit_codes_come_in_order(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Rank 4 waits until rank 5 has exited: it starts first, and on a busy machine much earlier.
-    monkeypatch.setattr(module, "_FAILURE_TIMEOUT", PATIENCE)
+    monkeypatch.setattr(module, "_FAILURE_TIMEOUT_S", PATIENCE)
     workers = start(f'if [ "$RANK" = 5 ]; then exit 3; fi; until [ -e {tmp_path}/next ]; do sleep 0.01; done; exit 4')
     wait_until(lambda: workers.ended)
     (tmp_path / "next").touch()
@@ -153,7 +153,7 @@ def test_a_worker_that_ignores_sigterm_is_killed(
     """
     failure = "sleep 100" if stopped else "exit 3"
     script = f'if [ "$RANK" = 4 ]; then {failure}; fi; trap "" TERM; sleep 100 & echo $! > {tmp_path}/child; wait; sleep 100'
-    for name in ("_FAILURE_TIMEOUT", "_SHUTDOWN"):
+    for name in ("_FAILURE_TIMEOUT_S", "_SHUTDOWN_S"):
         monkeypatch.setattr(module, name, 0.3)
     workers = start(script, grace=0.3)
     child = pid(tmp_path / "child")

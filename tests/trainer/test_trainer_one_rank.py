@@ -85,7 +85,7 @@ NAMES = {
 
 def hasten(trainer: Trainer) -> None:
     """Shorten the interval of the checks for missing ranks, and the grace period."""
-    trainkit.distributed.channel._LOOK = 0.05
+    trainkit.distributed.channel._LOOK_S = 0.05
     watchdog = trainer.strategy.world.watchdog
     assert watchdog is not None
     watchdog._grace = GRACE
@@ -178,7 +178,7 @@ class Late(Callback):
 
 def caught(kind: str) -> list[str]:
     """Cause an error on all ranks, catch it and train again. Returns the error message and the sum of the weights."""
-    trainkit.distributed.channel._LOOK = 0.05
+    trainkit.distributed.channel._LOOK_S = 0.05
     texts = []
     log = OneRank("on_train_batch_end", lambda trainer, module: module.log("mine", 1.0), 0)
     callbacks = {

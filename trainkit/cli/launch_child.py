@@ -25,8 +25,8 @@ from trainkit.launch.remote import MARK, SIGNAL, START
 __all__ = ["main", "run", "versions"]
 
 _FAILED = 2
-_HEARTBEAT_TIMEOUT = 90.0  # seconds without a line from the launcher; ssh on the launcher's side gives up after 60
-_CLOSE_TIMEOUT = 2.0  # seconds for the last output
+_HEARTBEAT_TIMEOUT_S = 90.0  # seconds without a line from the launcher; ssh on the launcher's side gives up after 60
+_CLOSE_TIMEOUT_S = 2.0  # seconds for the last output
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def run(command: Sequence[str]) -> int:
         thread.start()
     code = process.wait()
     for thread in copying:
-        thread.join(_CLOSE_TIMEOUT)
+        thread.join(_CLOSE_TIMEOUT_S)
     if code >= 0:  # else it was killed, and the launcher reports that this host sent no exit code
         terminal.send(b"c", b"%d" % code)
     return code
@@ -103,7 +103,7 @@ class _Terminal:
         """The lines of the launcher, until the terminal hangs up or no line arrives within the timeout."""
         rest = b""
         with contextlib.suppress(OSError):
-            while select.select([0], [], [], _HEARTBEAT_TIMEOUT)[0] and (data := os.read(0, 4096)):
+            while select.select([0], [], [], _HEARTBEAT_TIMEOUT_S)[0] and (data := os.read(0, 4096)):
                 *lines, rest = (rest + data).split(b"\n")
                 yield from lines
         self._lost.set()

@@ -18,15 +18,15 @@ from trainkit.distributed.wire import LIMIT, encode, inherited
 from trainkit.distributed.world import CollectiveTracker
 from trainkit.errors import ProcessFailedError
 
-__all__ = ["SILENCE_LIMIT", "Channel"]
+__all__ = ["SILENCE_LIMIT_S", "Channel"]
 
-SILENCE_LIMIT = 30.0  # seconds of silence after which a node counts as lost
-_CONNECT_LIMIT = 10.0  # seconds in which all must have connected
-_ACKNOWLEDGE_LIMIT = 1.0  # seconds to wait for the hub to acknowledge a message
-_CLEARED = 60.0  # seconds that a run waits until all ranks have left an earlier run that failed
-_LOOK = 1.0  # seconds until a waiting rank first calls `while_waiting`; the pause doubles each time
+SILENCE_LIMIT_S = 30.0  # seconds of silence after which a node counts as lost
+_CONNECT_LIMIT_S = 10.0  # seconds in which all must have connected
+_ACKNOWLEDGE_LIMIT_S = 1.0  # seconds to wait for the hub to acknowledge a message
+_CLEARED_S = 60.0  # seconds that a run waits until all ranks have left an earlier run that failed
+_LOOK_S = 1.0  # seconds until a waiting rank first calls `while_waiting`; the pause doubles each time
 _SELDOM = 8.0  # longest pause
-_ANSWER = 2.0  # seconds for all ranks to answer
+_ANSWER_S = 2.0  # seconds for all ranks to answer
 
 _QUESTION = "what each rank is doing"
 _Call = Callable[[], None]
@@ -86,8 +86,8 @@ class Channel:
         master_addr: str | None,
         from_main: Callable[[Any], Any],
         *,
-        limit: float = _CONNECT_LIMIT,
-        silence_limit: float = SILENCE_LIMIT,
+        limit: float = _CONNECT_LIMIT_S,
+        silence_limit: float = SILENCE_LIMIT_S,
     ) -> Channel:
         """Connect all processes; collective.
 
@@ -138,7 +138,7 @@ class Channel:
                     raise ValueError(f"exchange {key!r} is already running in another thread. Use another key.")
                 self._waiters[key] = waiter
             self._link.send(line)
-            pause = _LOOK
+            pause = _LOOK_S
             while not waiter.done.wait(None if while_waiting is None else pause):
                 while_waiting()  # type: ignore[misc]
                 pause = min(2 * pause, _SELDOM)
@@ -165,7 +165,7 @@ class Channel:
                 return None
             self._waiters[_QUESTION] = waiter
         self._link.send(encode({"ask": _QUESTION}))
-        waiter.done.wait(_ANSWER)
+        waiter.done.wait(_ANSWER_S)
         self._waiters.pop(_QUESTION, None)
         return waiter.values if waiter.done.is_set() and waiter.why is None else None
 
@@ -256,7 +256,7 @@ class Channel:
         def cannot_begin() -> bool:
             return self.closed or bool(self.exited) or None in self._failures
 
-        self.wait(lambda: self._earlier_failure(number) is None or cannot_begin(), _CLEARED)
+        self.wait(lambda: self._earlier_failure(number) is None or cannot_begin(), _CLEARED_S)
         with self.changed:
             cause = self._earlier_failure(number) or self.cause if cannot_begin() else self._earlier_failure(number)
             if self.closed or cause is not None:
@@ -302,7 +302,7 @@ class Channel:
             self._sent += 1
             number = self._sent
         self._link.send(encode({**message, "number": number}))
-        self.wait(lambda: self._acknowledged >= number or self.hub_lost or self.closed, _ACKNOWLEDGE_LIMIT)
+        self.wait(lambda: self._acknowledged >= number or self.hub_lost or self.closed, _ACKNOWLEDGE_LIMIT_S)
         return self._acknowledged >= number
 
     def _post(self, failure: Failure, of: int | None = None) -> None:

@@ -25,23 +25,23 @@ from trainkit.errors import Preempted, ProcessFailedError
 
 __all__ = ["FailureReport", "Watchdog", "end_process", "release_groups", "report_failure", "stacks", "write_stderr"]
 
-_CAUSE = 4.0  # seconds to wait for the cause of a broken connection
-_LAST = 5.0  # seconds that the first failed rank waits for the other ranks to exit before it prints
-_OVER = 60.0  # seconds to wait until all ranks have left a failed run or have exited
+_CAUSE_S = 4.0  # seconds to wait for the cause of a broken connection
+_LAST_S = 5.0  # seconds that the first failed rank waits for the other ranks to exit before it prints
+_OVER_S = 60.0  # seconds to wait until all ranks have left a failed run or have exited
 _TIMEOUT_HELP = (
     "waited too long in a collective. Expected: all ranks call the same collective within the timeout. Read the stacks to find "
     "the rank that hangs; if it only needs more time, raise timeout=, for example DDPStrategy(timeout=timedelta(hours=2))."
 )
 
-_GRACE = 3.0  # seconds for a process to leave a run with its own error after another rank has failed
-_ENDING = 30.0  # seconds for a process that is already leaving the run, or if a signal ended the other rank
-_LOOK = 1.0  # seconds between checks whether the main thread waits for a rank that has exited
+_GRACE_S = 3.0  # seconds for a process to leave a run with its own error after another rank has failed
+_ENDING_S = 30.0  # seconds for a process that is already leaving the run, or if a signal ended the other rank
+_LOOK_S = 1.0  # seconds between checks whether the main thread waits for a rank that has exited
 _CODES = {"preempted": 143, "interrupt": 130}
 _ABOVE = "the lines above"
 
-_HUB_LINGER = 2.5  # seconds that the main process, which is the hub, waits for other ranks to end
-_FLUSH = 1.0  # seconds to flush output
-_GROUP_LINGER = 2.0  # seconds for the threads of process groups to end
+_HUB_LINGER_S = 2.5  # seconds that the main process, which is the hub, waits for other ranks to end
+_FLUSH_S = 1.0  # seconds to flush output
+_GROUP_LINGER_S = 2.0  # seconds for the threads of process groups to end
 _OURS = ("trainkit-channel", "trainkit-watchdog")
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the file from which torchrun reads why a process failed
 
@@ -94,7 +94,7 @@ def _cause(channel: Channel, error: BaseException) -> Failure | None:
     if not (isinstance(error, ProcessFailedError) or is_communication(error)):
         return None
     if not is_timeout(error):
-        channel.wait(lambda: channel.cause is not None, _CAUSE)
+        channel.wait(lambda: channel.cause is not None, _CAUSE_S)
     cause = channel.cause
     return None if cause is None or cause.rank == channel.rank else cause
 
@@ -144,7 +144,7 @@ class FailureReport:
         first = channel.cause
         if first is None or first.rank == channel.rank:
             with suppress(KeyboardInterrupt):
-                channel.wait(self._others_have_ended, _LAST)
+                channel.wait(self._others_have_ended, _LAST_S)
             self._before(kind, error, trace)
             if is_timeout(error) and channel.runs.begun:
                 echo(f"trainkit: rank {channel.rank} {_TIMEOUT_HELP}", file=sys.stderr)
@@ -162,7 +162,7 @@ class FailureReport:
     def _prints_its_error(self, rank: int) -> bool:
         """Whether another rank exits with its error and prints it. It may have caught the error and exited normally."""
         channel = self._channel
-        channel.wait(lambda: rank in {*channel.failed_ranks, *channel.exited}, _CAUSE)
+        channel.wait(lambda: rank in {*channel.failed_ranks, *channel.exited}, _CAUSE_S)
         return rank in channel.failed_ranks
 
     def _exit(self) -> None:
@@ -182,9 +182,9 @@ class FailureReport:
         """
         channel = self._channel
         if channel.own_failure is not None and not _has_escaped():
-            channel.wait(lambda: channel.own_failure is None or self._others_have_ended(), _OVER)
+            channel.wait(lambda: channel.own_failure is None or self._others_have_ended(), _OVER_S)
         elif channel.rank == 0 and channel.own_failure is None:
-            channel.wait(lambda: getattr(channel.failure, "run", None) is None or self._others_have_ended(), _OVER)
+            channel.wait(lambda: getattr(channel.failure, "run", None) is None or self._others_have_ended(), _OVER_S)
         failure = channel.own_failure
         if failure is None:
             return
@@ -247,7 +247,7 @@ class Watchdog:
             `None`.
     """
 
-    def __init__(self, channel: Channel, *, grace: float = _GRACE) -> None:
+    def __init__(self, channel: Channel, *, grace: float = _GRACE_S) -> None:
         self.folder: str | Path | None = None
         self._channel, self._grace = channel, grace
         self._closed = False
@@ -314,7 +314,9 @@ class Watchdog:
     def _wait(self) -> None:
         """Wait for something to do. Whether the main thread waits for a rank that has exited is checked regularly."""
         channel, looks = self._channel, bool(self._channel.exited)
-        channel.wait(lambda: self._done or self._limit() is not None or bool(channel.exited) != looks, _LOOK if looks else None)
+        channel.wait(
+            lambda: self._done or self._limit() is not None or bool(channel.exited) != looks, _LOOK_S if looks else None
+        )
         if channel.failure is None and channel.runs.open:
             channel.report_missing_rank()
 
@@ -337,7 +339,7 @@ class Watchdog:
         if ending in ("exit", *_CODES):  # either all ranks agreed on this exit, or it ends the other ranks
             return None
         earlier = failure.run is not None and failure.run < runs[0]  # the other ranks are leaving that run
-        return _ENDING if ending or earlier or failure.kind in _CODES else self._grace
+        return _ENDING_S if ending or earlier or failure.kind in _CODES else self._grace
 
     def _write(self, failure: Failure) -> str:
         """Write the stacks, once for each failure. Returns where they are."""
@@ -448,9 +450,9 @@ def end_after_others(channel: Channel, failure: Failure) -> None:
     """
     others = set(range(channel.size)) - {channel.rank, failure.rank}
     if multiprocessing.parent_process() is not None:
-        channel.wait(lambda: failure.rank in channel.exited, 2 * _HUB_LINGER)
+        channel.wait(lambda: failure.rank in channel.exited, 2 * _HUB_LINGER_S)
     elif channel.rank == 0:
-        channel.wait(lambda: others <= set(channel.exited), _HUB_LINGER)
+        channel.wait(lambda: others <= set(channel.exited), _HUB_LINGER_S)
 
 
 def release_groups(groups: list[Any]) -> None:
@@ -464,13 +466,13 @@ def release_groups(groups: list[Any]) -> None:
         groups: the only references to these groups. The threads of other groups continue: torch's DDP keeps a reference to its
             group. Such a thread has no more tensors to release.
     """
-    _run_within(_GROUP_LINGER, groups.clear)
+    _run_within(_GROUP_LINGER_S, groups.clear)
 
 
 def end_process(code: int) -> None:
     """End this process now, whatever its threads are doing, and its daemonic children."""
-    _run_within(_FLUSH, _flush)
-    _run_within(_FLUSH, _end_children)
+    _run_within(_FLUSH_S, _flush)
+    _run_within(_FLUSH_S, _end_children)
     os._exit(code)
 
 

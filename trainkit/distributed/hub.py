@@ -25,9 +25,9 @@ __all__ = ["PORT_VARIABLE", "Hub", "HubConnection", "LocalHubConnection", "conne
 
 PORT_VARIABLE = "TRAINKIT_CHANNEL_PORT"  # the port on which the main process listens; unset: any free port
 _MAX_HELLO = 1024  # bytes of a message from a connection that has not authenticated
-_HELLO_TIMEOUT = 5.0  # seconds for a connection to authenticate
+_HELLO_TIMEOUT_S = 5.0  # seconds for a connection to authenticate
 _MAX_WAITING = 64  # connections that have not authenticated, in addition to one for each rank
-_PAUSE = 0.1  # seconds before a rank that was disconnected tries again, and before the main process accepts again
+_PAUSE_S = 0.1  # seconds before a rank that was disconnected tries again, and before the main process accepts again
 _FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # accepting failed for lack of resources
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -299,7 +299,7 @@ class HubListener:
         )
         self._unauthenticated[wire] = None
         self._loop.add(wire)
-        self._loop.call_later(_HELLO_TIMEOUT, lambda: self._drop_unauthenticated(wire))
+        self._loop.call_later(_HELLO_TIMEOUT_S, lambda: self._drop_unauthenticated(wire))
 
     def _wait_for_resources(self, error: OSError) -> None:
         """Accept again when a connection without the token is closed, or else in a moment; until then the new one waits."""
@@ -312,7 +312,7 @@ class HubListener:
         if self._unauthenticated:
             self._drop_oldest()
         else:
-            self._loop.listen_later(_PAUSE, self._listener, self._accept)
+            self._loop.listen_later(_PAUSE_S, self._listener, self._accept)
 
     def _drop_oldest(self) -> None:
         for wire in list(self._unauthenticated)[:1]:
@@ -368,9 +368,9 @@ def connect(rank: int, shared: dict[str, Any], limit: float, silence_limit: floa
                 failures.append(f"{address}: {error if isinstance(error, ValueError) else f'no answer ({error})'}")
                 dropped |= isinstance(error, EOFError | ConnectionError)
             connection.close()
-        if not dropped or monotonic() + _PAUSE > end:
+        if not dropped or monotonic() + _PAUSE_S > end:
             break
-        sleep(_PAUSE)  # the main process may have had too many other connections at that moment
+        sleep(_PAUSE_S)  # the main process may have had too many other connections at that moment
     raise ProcessFailedError(
         f"rank {rank} on {socket.gethostname()} cannot reach the main process on port {port} within {limit:g} s: "
         f"{'; '.join(failures)}. trainkit needs one TCP connection from each process to the main process, in addition to the "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RESTART_STORE", "RestartStore", "connected", "restarts"]
 
-_SILENCE = 15.0  # seconds of silence after which a node counts as lost
+_SILENCE_S = 15.0  # seconds of silence after which a node counts as lost
 _T = TypeVar("_T")
 
 RESTART_STORE = "TRAINKIT_RESTART_STORE"  # "host:port" of the store of trainkit's launcher
@@ -58,7 +58,7 @@ def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
             if stat.S_ISSOCK(os.fstat(number).st_mode):
                 with socket.socket(fileno=os.dup(number)) as link:
                     if link.family in (socket.AF_INET, socket.AF_INET6) and link.getpeername()[1] == port:
-                        enable_keepalive(link, _SILENCE)  # otherwise an operation without an answer waits forever
+                        enable_keepalive(link, _SILENCE_S)  # otherwise an operation without an answer waits forever
     return results[0]
 
 

@@ -20,7 +20,7 @@ __all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "decode", "enable_keepal
 
 LIMIT = 16 << 20  # bytes of a line that one process may send
 _CHUNK = 1 << 18
-_FLUSH = 1.0  # seconds in which pending lines must be sent when the connections are closed
+_FLUSH_S = 1.0  # seconds in which pending lines must be sent when the connections are closed
 
 inherited: weakref.WeakSet[Any] = weakref.WeakSet()
 """Objects whose `abandon()` is called in a forked process."""
@@ -180,7 +180,7 @@ class ConnectionLoop:
             self._close()
         elif self._thread.is_alive():
             self.call(self._stop)
-            self._thread.join(2 * _FLUSH)
+            self._thread.join(2 * _FLUSH_S)
 
     def add(self, wire: JsonConnection) -> None:
         """Serve a connection."""
@@ -256,7 +256,7 @@ class ConnectionLoop:
         return self._stop_at is not None and (not self._wires or monotonic() > self._stop_at)
 
     def _stop(self) -> None:
-        self._stop_at = monotonic() + _FLUSH
+        self._stop_at = monotonic() + _FLUSH_S
         for wire in list(self._wires):
             self._flush(wire)
 

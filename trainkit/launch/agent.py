@@ -1,7 +1,7 @@
 """The launcher of a node: `run_job` starts the workers, passes signals on to them and returns their exit code.
 
-Torch elastic runs in a thread. It finds the other nodes, numbers the workers and watches a guard for each of them. The main
-thread handles signals and starts, watches, ends and restarts the workers.
+Torch elastic runs in a thread. It finds the other nodes, numbers the workers and watches a placeholder for each of them. The
+main thread handles signals and starts, watches, ends and restarts the workers.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from trainkit.console import notice
 from trainkit.distributed.stores import RESTART_STORE
 from trainkit.errors import ConfigurationError
-from trainkit.launch import guard
+from trainkit.launch import placeholder
 from trainkit.launch.environment import LAUNCHER, is_local, set_gloo_interface
 from trainkit.launch.private_folder import private_folder
 from trainkit.launch.rendezvous import BACKEND, NodesChanged, Rendezvous
-from trainkit.launch.workers import FAILED, INTERRUPTED, PREEMPTED, Verdict, Workers, make_verdict
+from trainkit.launch.workers import FAILED, INTERRUPTED, PREEMPTED, Outcome, Workers, outcome_of
 
 __all__ = ["Job", "run_job", "run_to_end"]
 
-_REPEAT = 1.0  # seconds within which a repeated signal counts once: a batch system signals the launcher and its process group
-_LEAVE = 2.0  # seconds for elastic's thread to end when the job is over
-_STEP = 0.05  # seconds between two checks of the workers
+_REPEAT_S = 1.0  # seconds within which a repeated signal counts once: a batch system signals the launcher and its process group
+_LEAVE_S = 2.0  # seconds for elastic's thread to end when the job is over
+_STEP_S = 0.05  # seconds between two checks of the workers
 _PORT = 29500
 _LOST = "torch elastic has stopped the processes"
 _HANGUP = getattr(signal, "SIGHUP", None)
@@ -95,32 +95,32 @@ class _Run:
         self._error: Exception | None = None  # of elastic
         self._noted: list[int] = []  # signals that are not handled yet
         self._received: list[int] = []
-        self._last = -_REPEAT
+        self._last = -_REPEAT_S
 
     def note(self, number: int, frame: FrameType | None) -> None:
         """The handler of signals. Only the launcher gets Ctrl-C: the workers have no terminal."""
         self._noted.append(number)
 
-    def run(self, folder: str) -> Verdict:
-        """Start the workers until they succeed or must not be restarted. The launcher shares the folder with its guards."""
-        failures, verdict = 0, None
+    def run(self, folder: str) -> Outcome:
+        """Start the workers until they succeed or must not be restarted. Placeholders share the folder."""
+        failures, outcome = 0, None
         while True:
-            verdict = self._start(Path(tempfile.mkdtemp(dir=folder))) or self._without_workers(verdict)
-            if verdict is None:
+            outcome = self._start(Path(tempfile.mkdtemp(dir=folder))) or self._without_workers(outcome)
+            if outcome is None:
                 notice("another node has joined, or has failed; restarting all processes.")
                 continue
-            if self._received and not verdict.final:
+            if self._received and not outcome.final:
                 return self._stopped()
-            if verdict.final or failures == self._job.max_restarts:
+            if outcome.final or failures == self._job.max_restarts:
                 break
             failures += 1
-            notice(f"{verdict.first}; restarting all processes (restart {failures} of {self._job.max_restarts}).")
-        if verdict.message is not None:
-            notice(f"{verdict.message}.")
-        return verdict
+            notice(f"{outcome.first}; restarting all processes (restart {failures} of {self._job.max_restarts}).")
+        if outcome.message is not None:
+            notice(f"{outcome.message}.")
+        return outcome
 
-    def _without_workers(self, previous: Verdict | None) -> Verdict | None:
-        """The verdict if there were no workers or elastic has ended them; `None` if they are to be started again."""
+    def _without_workers(self, previous: Outcome | None) -> Outcome | None:
+        """The outcome if there were no workers or elastic has ended them; `None` if they are to be started again."""
         if self._received:
             return self._stopped()
         if isinstance(self._error, NodesChanged):
@@ -128,34 +128,34 @@ class _Run:
         if isinstance(self._error, RendezvousError):
             notice(f"{self._error}.")
             code = FAILED if self._rendezvous.needed else 0
-            return replace(previous or Verdict(code, True, str(self._error), None), final=True, message=None)
+            return replace(previous or Outcome(code, True, str(self._error), None), final=True, message=None)
         if self._error is not None:
             raise self._error
-        return Verdict(FAILED, False, _LOST, _LOST)
+        return Outcome(FAILED, False, _LOST, _LOST)
 
-    def _stopped(self) -> Verdict:
-        return Verdict(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
+    def _stopped(self) -> Outcome:
+        return Outcome(INTERRUPTED if self._received[0] == signal.SIGINT else PREEMPTED, True, None, None)
 
     def close(self) -> None:
         """Disconnect from the other nodes."""
         if self._rendezvous.leave() and self._elastic is not None:
-            self._elastic.join(_LEAVE)
+            self._elastic.join(_LEAVE_S)
 
-    def _start(self, folder: Path) -> Verdict | None:
+    def _start(self, folder: Path) -> Outcome | None:
         """Run the workers once; returns `None` if there were none or elastic has ended them."""
-        pids = folder / guard.WORKERS
+        pids = folder / placeholder.WORKERS
         pids.touch()
         self._error = None
         self._elastic = threading.Thread(target=contextvars.copy_context().run, args=(self._run_elastic, folder), daemon=True)
         self._elastic.start()
-        workers, verdict = None, None
+        workers, outcome = None, None
         try:
             while workers is None and self._elastic.is_alive() and not self._received:
-                self._elastic.join(_STEP)
+                self._elastic.join(_STEP_S)
                 workers = self._start_workers(folder)
                 self._handle_signals(workers)
             while workers is not None and not workers.is_over():
-                time.sleep(_STEP)
+                time.sleep(_STEP_S)
                 self._handle_signals(workers)
                 workers.stopped |= not self._elastic.is_alive()
                 workers.check()
@@ -163,16 +163,16 @@ class _Run:
             if workers is not None:  # whatever was raised, no worker stays behind
                 workers.kill_leftovers()
         if workers is not None:
-            verdict = self._make_verdict(workers)
-        succeeded = verdict is not None and verdict.code == 0
-        pids.rename(folder / guard.DONE) if succeeded else pids.unlink()
+            outcome = self._outcome(workers)
+        succeeded = outcome is not None and outcome.code == 0
+        pids.rename(folder / placeholder.DONE) if succeeded else pids.unlink()
         while self._elastic.is_alive() and not self._received and not (succeeded and self._rendezvous.is_closed()):
-            self._elastic.join(_STEP)
+            self._elastic.join(_STEP_S)
             self._handle_signals(None)
-        return verdict
+        return outcome
 
     def _run_elastic(self, folder: Path) -> None:
-        """Let elastic find the other nodes, number the workers and watch the guards; in a thread, where it ignores signals."""
+        """Let elastic find the other nodes and number the workers; in a thread, where it ignores signals."""
         job = self._job
         config = LaunchConfig(
             job.least,
@@ -186,16 +186,16 @@ class _Run:
             max_restarts=0,  # restarts begin with another call
         )
         try:
-            launch_agent(config, sys.executable, ["-I", "-S", guard.__file__, str(folder), str(os.getpid())])
-        except ChildFailedError:  # the verdict says more
+            launch_agent(config, sys.executable, ["-I", "-S", placeholder.__file__, str(folder), str(os.getpid())])
+        except ChildFailedError:  # the outcome says more
             pass
         except Exception as error:
             self._error = error
 
     def _start_workers(self, folder: Path) -> Workers | None:
-        """Start the workers, if all guards have reported and there was no signal."""
+        """Start the workers, if all placeholders have reported and there was no signal."""
         job = self._job
-        files = [folder / guard.place_file(local_rank) for local_rank in range(job.per_node)]
+        files = [folder / placeholder.variables_file(local_rank) for local_rank in range(job.per_node)]
         if not all(file.exists() for file in files):
             return None
         shared = dict(job.environment)
@@ -207,14 +207,14 @@ class _Run:
         own["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.restarts)
         own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
         environments = [{**shared, **json.loads(file.read_text()), **own} for file in files]
-        return None if self._noted else Workers(job.command, environments, folder / guard.WORKERS, job.grace, job.output)
+        return None if self._noted else Workers(job.command, environments, folder / placeholder.WORKERS, job.grace, job.output)
 
-    def _make_verdict(self, workers: Workers) -> Verdict | None:
-        """The verdict on workers that have ended; `None` if elastic has ended them."""
+    def _outcome(self, workers: Workers) -> Outcome | None:
+        """The outcome of workers that have ended; `None` if elastic has ended them."""
         ended = [(end.rank, end.code) for end in workers.ended if end.rank not in workers.terminated]
         if workers.stopped and workers.terminated and not any(code for _, code in ended):
             return None
-        return make_verdict(ended, [] if workers.stopped else sorted(workers.terminated), self._received, self._job.grace)
+        return outcome_of(ended, [] if workers.stopped else sorted(workers.terminated), self._received, self._job.grace)
 
     def _handle_signals(self, workers: Workers | None) -> None:
         """Pass the signals of this process on to the workers."""
@@ -238,7 +238,7 @@ class _Run:
         if self._received == [_HANGUP] and number != signal.SIGINT:  # and the system may send SIGTERM too
             self._received, self._last = [number], now
             return False
-        return number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT
+        return number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT_S
 
 
 def run_job(job: Job) -> int:
@@ -254,8 +254,8 @@ def run_job(job: Job) -> int:
     return run_to_end(job).code
 
 
-def run_to_end(job: Job) -> Verdict:
-    """Run a job to its end; returns the verdict on it."""
+def run_to_end(job: Job) -> Outcome:
+    """Run a job to its end; returns its outcome."""
     if job.most > 1 and job.master_addr is None:
         raise ConfigurationError(
             f"{job.most} nodes need the address of the first node. Set it on all nodes: --master-addr HOST"

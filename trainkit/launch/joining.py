@@ -42,7 +42,7 @@ _HOW = {
 }
 
 _CONNECT_TIMEOUT = timedelta(minutes=10)
-_LATE = 5.0  # seconds that torch's own message about a timeout may take
+_LATE_S = 5.0  # seconds that torch's own message about a timeout may take
 
 _alone: Any = None  # the process group of a process that is the only one
 
@@ -517,7 +517,7 @@ def _connect(place: RankInfo, timeout: timedelta) -> Any:
         )
 
     try:
-        return connected(connect, place.master_port, timeout.total_seconds() + _LATE)
+        return connected(connect, place.master_port, timeout.total_seconds() + _LATE_S)
     except (RuntimeError, ValueError, TimeoutError) as error:
         where = f"{place.master_addr}:{place.master_port}"
         if server and "address already in use" in str(error).lower():

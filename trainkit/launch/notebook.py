@@ -47,7 +47,7 @@ from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, U
 from trainkit.launch.environment import grace, join_timeout, read_ranks, tpu_is_chosen
 from trainkit.launch.private_folder import private_folder
 from trainkit.launch.starting import warn_if_cuda_initialized
-from trainkit.launch.workers import INTERRUPTED, PREEMPTED, Verdict
+from trainkit.launch.workers import INTERRUPTED, PREEMPTED, Outcome
 
 __all__ = [
     "CALL",
@@ -80,7 +80,7 @@ _NOT_RETURNED = (
     "accelerator.unwrap_model(model), or save the result to a file."
 )
 
-_CLOSE_TIMEOUT = 10.0  # seconds for the last output to arrive after the workers have ended
+_CLOSE_TIMEOUT_S = 10.0  # seconds for the last output to arrive after the workers have ended
 _NAMES = ("stdout", "stderr")
 _REDRAWN = re.compile(r"^.*\r(?=[^\r\n])", re.MULTILINE)  # the earlier states of a line
 
@@ -194,13 +194,13 @@ def _launch(
             **options,
         )
         try:
-            verdict = run_to_end(job)
+            outcome = run_to_end(job)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{error} (In {_NAME} these are the arguments master_addr, use_port and node_rank.)"
             ) from error
         failures, result = read_reports(Path(folder))
-    _raise_failure(verdict, failures)
+    _raise_failure(outcome, failures)
     try:
         return None if result is None else load(result)
     except Exception as error:
@@ -234,20 +234,20 @@ def _command(shows_progress: bool) -> tuple[str, ...]:
     return (sys.executable, *flags, *unbuffered, "-c", code)
 
 
-def _raise_failure(verdict: Verdict, failures: list[dict[str, Any]]) -> None:
+def _raise_failure(outcome: Outcome, failures: list[dict[str, Any]]) -> None:
     """Raise the error of the run: an error of the function first, then an object that cannot be sent, then consequences."""
     first = min(failures, key=lambda failure: (failure["follows"], failure["refused"]), default=None)
-    if verdict.code == INTERRUPTED:
+    if outcome.code == INTERRUPTED:
         raise KeyboardInterrupt
-    if verdict.code == PREEMPTED:
-        raise Preempted(verdict.first or "the processes were stopped by a signal")
+    if outcome.code == PREEMPTED:
+        raise Preempted(outcome.first or "the processes were stopped by a signal")
     if first is not None and first["refused"]:
         raise ConfigurationError(first["summary"])
-    if verdict.code == 0:
+    if outcome.code == 0:
         return
     if first is not None and not first["follows"]:
         raise ProcessFailedError(f"rank {first['rank']} failed: {first['summary']}. Its traceback is in the output.")
-    why = verdict.message or (first and first["summary"]) or verdict.first or "the processes have failed"
+    why = outcome.message or (first and first["summary"]) or outcome.first or "the processes have failed"
     raise ProcessFailedError(f"{why}.")
 
 
@@ -595,7 +595,7 @@ class WorkerOutput:
 
     def close(self) -> None:
         """Wait for the last output, but not long for processes that workers have left running."""
-        deadline = time.monotonic() + _CLOSE_TIMEOUT
+        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from trainkit.distributed.process_identity import ProcessIdentity
-from trainkit.launch.guard import GUARD, WORKERS
+from trainkit.launch.placeholder import LOCK_PREFIX, WORKERS
 
 __all__ = ["MEMORY", "private_folder", "remove_leftovers"]
 
@@ -27,7 +27,7 @@ MEMORY = "/dev/shm"  # on Linux a file system in memory, which a full disk does 
 _PREFIX = "trainkit-"
 _OWNER = "owner.json"  # the file that names the process
 _MAX_OWNER = 4096  # bytes
-_GUARDS = 1.0  # seconds to wait for guards of a killed launcher
+_PLACEHOLDER_TIMEOUT_S = 1.0  # seconds to wait for placeholders of a killed launcher
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def private_folder(name: str = "", *, in_memory: bool = False) -> Iterator[str]:
 def remove_leftovers() -> None:
     """Remove the folders of this user's processes that were killed on this host. Never follows a link.
 
-    The guards of a killed launcher end its workers, whose process IDs they read from the folder. It stays until they have.
+    The placeholders of a killed launcher end its workers, whose process IDs they read from the folder. It stays until then.
     """
     if os.name != "posix":
         return
@@ -57,7 +57,7 @@ def remove_leftovers() -> None:
         with contextlib.suppress(OSError), os.scandir(place) as entries:
             for entry in entries:
                 if entry.name.startswith(_PREFIX) and _is_left_over(entry.path):
-                    deadline = time.monotonic() + _GUARDS
+                    deadline = time.monotonic() + _PLACEHOLDER_TIMEOUT_S
                     while (needed := _is_needed(Path(entry.path))) and time.monotonic() < deadline:
                         time.sleep(0.01)
                     if not needed:
@@ -65,8 +65,8 @@ def remove_leftovers() -> None:
 
 
 def _is_needed(folder: Path) -> bool:
-    """Whether a guard still has to end the workers whose process IDs are in a folder."""
-    return any(any(_is_locked(path) for path in file.parent.glob(f"{GUARD}*")) for file in folder.glob(f"*/{WORKERS}"))
+    """Whether a placeholder still has to end the workers whose process IDs are in a folder."""
+    return any(any(_is_locked(path) for path in file.parent.glob(f"{LOCK_PREFIX}*")) for file in folder.glob(f"*/{WORKERS}"))
 
 
 def _is_locked(path: Path) -> bool:
@@ -74,7 +74,7 @@ def _is_locked(path: Path) -> bool:
 
     try:
         file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # the guard has just removed it
+    except OSError:  # the placeholder has just removed it
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,11 +41,11 @@ _OPTIONS = ("-tt", "-enone", "-oBatchMode=yes", "-oLogLevel=ERROR", "-oConnectTi
 _NO_MASTER = "-oControlMaster=no"  # use the user's shared connection, but open none: it would keep the output open
 # bash reads the script from the terminal, so that its values do not appear in the list of processes
 _READ_SCRIPT = """exec bash -c 'stty raw -echo && printf "\\036s\\n" && eval "$(head -c {})"'"""
-_STEP = 0.05  # seconds between two checks of the hosts
-_HEARTBEAT = 10.0  # seconds
-_FAILURE_TIMEOUT = 15.0  # seconds for the other hosts to end by themselves after a failure
-_AGENT_TIMEOUT = 15.0  # seconds for an agent to end, in addition to the grace period of its workers
-_CLOSE_TIMEOUT = 2.0  # seconds for ssh to end
+_STEP_S = 0.05  # seconds between two checks of the hosts
+_HEARTBEAT_S = 10.0
+_FAILURE_TIMEOUT_S = 15.0  # seconds for the other hosts to end by themselves after a failure
+_AGENT_TIMEOUT_S = 15.0  # seconds for an agent to end, in addition to the grace period of its workers
+_CLOSE_TIMEOUT_S = 2.0  # seconds for ssh to end
 _SSH_FAILED = 255
 _UNSPECIFIC = (1, 134)  # exit codes of processes that end because another one has failed
 
@@ -133,7 +133,7 @@ class _Launcher:
                     with contextlib.suppress(ProcessLookupError):
                         getattr(host.process, stop)()
                 if reading:
-                    await asyncio.wait(reading, timeout=_CLOSE_TIMEOUT)
+                    await asyncio.wait(reading, timeout=_CLOSE_TIMEOUT_S)
 
     def _catch_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -164,7 +164,7 @@ class _Launcher:
             await self._receive(host, rest)
         finally:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(host.process.wait(), _CLOSE_TIMEOUT)
+                await asyncio.wait_for(host.process.wait(), _CLOSE_TIMEOUT_S)
             self._ended.append(host)
 
     async def _receive(self, host: _Host, line: bytes) -> None:
@@ -190,7 +190,7 @@ class _Launcher:
 
     def _send_heartbeats(self) -> None:
         self._send(HEARTBEAT)
-        asyncio.get_running_loop().call_later(_HEARTBEAT, self._send_heartbeats)
+        asyncio.get_running_loop().call_later(_HEARTBEAT_S, self._send_heartbeats)
 
     def _send(self, line: bytes) -> None:
         for host in self._hosts:
@@ -201,7 +201,7 @@ class _Launcher:
         """Whether all hosts became ready before a signal."""
         deadline = time.monotonic() + join_timeout
         while missing := [host.name for host in self._hosts if not host.versions]:
-            await asyncio.sleep(_STEP)
+            await asyncio.sleep(_STEP_S)
             if self._signals:
                 return False
             if self._ended:
@@ -228,12 +228,12 @@ class _Launcher:
         """Pass signals on, and stop the other hosts after a failure; until all have ended, or their time is up."""
         sent, deadline = 0, math.inf
         while len(self._ended) < len(self._hosts):
-            await asyncio.sleep(_STEP)
+            await asyncio.sleep(_STEP_S)
             if not self._signals:
                 self._failed = [host for host in self._ended if host.code != 0]
                 if self._failed and deadline == math.inf:
                     saves = self._failed[0].code in (PREEMPTED, INTERRUPTED)
-                    deadline = time.monotonic() + _FAILURE_TIMEOUT + (self._grace if saves else 0.0)
+                    deadline = time.monotonic() + _FAILURE_TIMEOUT_S + (self._grace if saves else 0.0)
                 if time.monotonic() > deadline:
                     self._signals.append(signal.SIGTERM)
                     deadline = math.inf
@@ -241,7 +241,7 @@ class _Launcher:
                 return
             for number in self._signals[sent:]:
                 self._send(SIGNAL + b"%d" % number)
-                timeout = _AGENT_TIMEOUT + (0.0 if sent else self._grace)
+                timeout = _AGENT_TIMEOUT_S + (0.0 if sent else self._grace)
                 again = self._signals == [signal.SIGINT]  # the user can press Ctrl-C again
                 deadline = min(deadline, math.inf if again else time.monotonic() + timeout)
                 sent += 1

@@ -40,11 +40,11 @@ __all__ = ["BACKEND", "NodesChanged", "Rendezvous"]
 
 BACKEND = "trainkit"
 _LOOPBACK = "127.0.0.1"
-_ANSWER = 15.0  # seconds: timeout of the store's operations
-_HEARTBEAT = 5  # seconds between two heartbeats at torch's rendezvous; a node that misses three is lost
-_LAST_CALL = 30.0  # seconds to wait for more nodes when the smallest number has joined
-_POLL = 0.5  # seconds
-_LEAVE = 3.0  # seconds that the node that hosts the store waits for the other nodes to learn that the job is over
+_ANSWER_S = 15.0  # seconds: timeout of the store's operations
+_HEARTBEAT_S = 5  # seconds between two heartbeats at torch's rendezvous; a node that misses three is lost
+_LAST_CALL_S = 30.0  # seconds to wait for more nodes when the smallest number has joined
+_POLL_S = 0.5
+_LEAVE_S = 3.0  # seconds that the node that hosts the store waits for the other nodes to learn that the job is over
 _LOST = (RendezvousError, RuntimeError)  # what torch raises when the connection to the store is lost
 
 
@@ -89,7 +89,7 @@ class Rendezvous(RendezvousHandler):
         options["read_timeout"] = max(1, int(timeout))
         params = RendezvousParameters("c10d", self.where, self._run, *self._nodes, **options)
         try:
-            backend, store = connected(lambda: create_backend(params), port, timeout + _ANSWER)
+            backend, store = connected(lambda: create_backend(params), port, timeout + _ANSWER_S)
         except RendezvousConnectionError as error:
             cause = str(error.__cause__).partition("\n")[0]
             if self._node_rank == 0:
@@ -105,13 +105,13 @@ class Rendezvous(RendezvousHandler):
                 f"the program that answers at {self.where} is not a launcher of this job. Choose another port on all nodes: "
                 "--master-port PORT"
             ) from error
-        store.set_timeout(timedelta(seconds=_ANSWER))
+        store.set_timeout(timedelta(seconds=_ANSWER_S))
         with socket.create_connection((host, port)) as probe:
             mine = str(probe.getsockname()[0])
         self._address = host if self._node_rank == 0 or is_local(mine) else mine
-        limits = RendezvousTimeout(timedelta(seconds=self._timeout), timedelta(seconds=min(self._timeout, _LAST_CALL)))
+        limits = RendezvousTimeout(timedelta(seconds=self._timeout), timedelta(seconds=min(self._timeout, _LAST_CALL_S)))
         inner: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-            self._run, store, backend, *self._nodes, self._address, limits, keep_alive_interval=_HEARTBEAT
+            self._run, store, backend, *self._nodes, self._address, limits, keep_alive_interval=_HEARTBEAT_S
         )
         self._inner = inner
         return inner
@@ -175,7 +175,7 @@ class Rendezvous(RendezvousHandler):
                 if self._node_rank == 0 or time.monotonic() > deadline:
                     raise self._lost() from error
             notice(f"the connection to the first node, {self.where}, is lost; waiting until it answers again.")
-            time.sleep(_POLL)
+            time.sleep(_POLL_S)
             try:
                 inner = self._connect(deadline - time.monotonic())
             except ConfigurationError as error:
@@ -225,10 +225,10 @@ class Rendezvous(RendezvousHandler):
         self._workers = None
         with contextlib.suppress(*_LOST):
             closed = self._inner is not None and self._inner.shutdown()
-            deadline = time.monotonic() + _LEAVE
+            deadline = time.monotonic() + _LEAVE_S
             left = self._round.add("trainkit/left", 1) if closed and self._round is not None else self._size
             while not self._node_rank and left < self._size and time.monotonic() < deadline:
-                time.sleep(_POLL / 5)
+                time.sleep(_POLL_S / 5)
                 left = self._round.add("trainkit/left", 0) if self._round is not None else self._size
         return self._inner is not None or self._nodes[1] == 1
 
@@ -241,7 +241,7 @@ def _loopback_store(port: int) -> TCPStore:
         raise ConfigurationError(
             f"cannot use port {port} of this node: {error.strerror}. Choose another: --master-port PORT"
         ) from error
-    options: dict[str, Any] = {"timeout": timedelta(seconds=_ANSWER), "use_libuv": os.name != "nt"}
+    options: dict[str, Any] = {"timeout": timedelta(seconds=_ANSWER_S), "use_libuv": os.name != "nt"}
     port = listening.getsockname()[1]
     return TCPStore(_LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), **options)
 

@@ -1,4 +1,4 @@
-"""`Workers`: the worker processes of one start on this node; `make_verdict`: how they ended, and what follows for the job."""
+"""`Workers`: the worker processes of one start on this node; `outcome_of`: how they ended, and what follows for the job."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 
-__all__ = ["FAILED", "INTERRUPTED", "PREEMPTED", "End", "Verdict", "Workers", "deadline", "end_with_parent", "make_verdict"]
+__all__ = ["FAILED", "INTERRUPTED", "PREEMPTED", "End", "Outcome", "Workers", "deadline", "end_with_parent", "outcome_of"]
 
 _PREEMPTED = 143
-_FAILURE_TIMEOUT = 4.0  # seconds for the other workers to end by themselves after a failure and print their own errors
-_SHUTDOWN = 5.0  # seconds after a second signal, and between SIGTERM and SIGKILL
-_SWEEP = 0.5  # seconds for killed processes to disappear
+_FAILURE_TIMEOUT_S = 4.0  # seconds for the other workers to end by themselves after a failure and print their own errors
+_SHUTDOWN_S = 5.0  # seconds after a second signal, and between SIGTERM and SIGKILL
+_SWEEP_S = 0.5  # seconds for killed processes to disappear
 _POSIX = os.name == "posix"
 _KILL = signal.SIGKILL if _POSIX else signal.SIGTERM
 _LIBC = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
@@ -54,14 +54,14 @@ def deadline(signals: Sequence[tuple[int, float]], ended: Sequence[End], grace: 
         grace: seconds after a signal, or after the first worker has saved and exited.
     """
     if len(signals) > 1:
-        return signals[1][1] + _SHUTDOWN
+        return signals[1][1] + _SHUTDOWN_S
     interrupted = [number for number, _ in signals] == [signal.SIGINT]
     leaving = [end.when for end in ended if interrupted or end.code == _PREEMPTED]
     if leaving:
         return leaving[0] + grace
     if signals:  # after Ctrl-C there is no limit: the user can press it again
         return math.inf if interrupted else signals[0][1] + grace
-    return min((end.when + _FAILURE_TIMEOUT for end in ended if end.code), default=math.inf)
+    return min((end.when + _FAILURE_TIMEOUT_S for end in ended if end.code), default=math.inf)
 
 
 class Workers:
@@ -139,7 +139,7 @@ class Workers:
         if self._kill_at is None:
             if self.stopped or now > deadline(self._signals, self.ended, self._grace):
                 self.terminated = set(self._ranks).difference(end.rank for end in self.ended)
-                self._kill_at = now + (self._grace if self.stopped else _SHUTDOWN)
+                self._kill_at = now + (self._grace if self.stopped else _SHUTDOWN_S)
                 self._send(signal.SIGTERM)
         elif now > self._kill_at:
             self.signal_all(_KILL)
@@ -148,7 +148,7 @@ class Workers:
         """Kill the processes that run or that the workers have left behind, unless all have ended and all went well."""
         if self.is_over() and not self._signals and not self.terminated and not any(end.code for end in self.ended):
             return
-        last = time.monotonic() + _SWEEP
+        last = time.monotonic() + _SWEEP_S
         self.signal_all(_KILL)
         while self.signal_all(0) and time.monotonic() < last:
             time.sleep(0.01)
@@ -193,7 +193,7 @@ def _before_exec() -> None:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """How the workers ended, and what follows for the job.
 
     Attributes:
@@ -209,8 +209,8 @@ class Verdict:
     message: str | None
 
 
-def make_verdict(ended: Sequence[tuple[int, int]], killed: Sequence[int], received: Sequence[int], grace: float) -> Verdict:
-    """The verdict on workers that have ended.
+def outcome_of(ended: Sequence[tuple[int, int]], killed: Sequence[int], received: Sequence[int], grace: float) -> Outcome:
+    """The outcome of workers that have ended.
 
     Args:
         ended: rank and exit code, negative for a signal, of the workers that ended by themselves, in that order.
@@ -221,16 +221,16 @@ def make_verdict(ended: Sequence[tuple[int, int]], killed: Sequence[int], receiv
     failed = [(rank, code) for rank, code in ended if code != 0]
     codes = [code for _, code in failed]
     if not failed and not killed:
-        return Verdict(0, True, None, None)
+        return Outcome(0, True, None, None)
     first = _exit(*failed[0]) if failed else None
     if signal.SIGINT in received[:1] or not {-signal.SIGINT, INTERRUPTED}.isdisjoint(codes):
-        return Verdict(INTERRUPTED, True, first, None)
+        return Outcome(INTERRUPTED, True, first, None)
     if received or PREEMPTED in codes:
-        return Verdict(_preempted_code(codes, received), True, first, _too_slow(killed, received, grace))
+        return Outcome(_preempted_code(codes, received), True, first, _too_slow(killed, received, grace))
     if _STOPPED.intersection(codes[:1]):  # outside a run, where there is nothing to save
-        return Verdict(PREEMPTED, True, first, first)
+        return Outcome(PREEMPTED, True, first, first)
     message = "; ".join([_exit(rank, code) for rank, code in failed if code < 0][:_MANY])
-    return Verdict(_shell_code(codes), False, first, message or None)
+    return Outcome(_shell_code(codes), False, first, message or None)
 
 
 def _preempted_code(codes: Sequence[int], received: Sequence[int]) -> int:
