@@ -87,7 +87,7 @@ def _command(pid: int) -> str:
 
 def _is_of_a_job(command: str) -> bool:
     """Whether a command line is that of a process of the job: another process may have got its process id."""
-    return SCRIPT in command or "launch/guard.py" in command
+    return SCRIPT in command or "launch/placeholder.py" in command
 
 
 def _descendants(pid: int) -> set[int]:
