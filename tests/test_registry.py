@@ -14,7 +14,7 @@ from trainkit import Accelerator, Callback, Strategy, Trainer, registry
 from trainkit.config.settings import Settings
 from trainkit.distributed.parameter_placement import whole_shape
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
-from trainkit.launch.strategy_choice import chosen_strategy, read_wanted
+from trainkit.launch.strategy_choice import choose_strategy, read_devices
 from trainkit.registry import (
     CALLBACKS,
     SINGLE,
@@ -215,7 +215,7 @@ def test_a_registered_strategy_is_like_the_others(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UnsupportedArgumentError, match="strategy='mine_old_too': write strategy='mine'"):
         make_strategy("mine_old_too")
     with pytest.raises(ConfigurationError, match="accelerator='tpu' works with strategy='xla', not with 'mine'"):
-        chosen_strategy("mine", read_wanted("tpu", "auto", None))
+        choose_strategy("mine", read_devices("tpu", "auto", None))
     assert Settings({"distributed_type": "MULTI_XPU"}).strategy == "mine"
     monkeypatch.setattr(sys, "argv", ["script.py", "--level", "4"])
     assert [make_strategy(name, device="cpu").level for name in ("theirs", "mine")] == [4, 0]

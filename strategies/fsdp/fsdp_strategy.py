@@ -2,44 +2,60 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from contextlib import nullcontext
 from datetime import timedelta
-from functools import partial, wraps
+from functools import partial
+from functools import wraps
 from inspect import ismethod
-from typing import Any, ClassVar, Literal
-
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate
 from torch.optim import Optimizer
-
 from trainkit.accelerator.wrapped import Wrapped
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.distributed.parameter_placement import refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.footprint import Contents, Footprint
-from trainkit.launch.joining import alone
-from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
+from trainkit.errors import ConfigurationError
+from trainkit.errors import ModuleError
+from trainkit.footprint import Contents
+from trainkit.footprint import Footprint
+from trainkit.launch.joining import single_process_group
+from trainkit.micro_batch import MicroBatch
+from trainkit.micro_batch import WHOLE_WINDOW
 from trainkit.module.blocks import Choice
 from trainkit.optim.gradient_norm import total_norm
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
-from trainkit.strategies._collectives import Buffers, average_gradients, check_modules_match
+from trainkit.strategies._collectives import Buffers
+from trainkit.strategies._collectives import average_gradients
+from trainkit.strategies._collectives import check_modules_match
 from trainkit.strategies._processes import ProcessStrategy
 from trainkit.strategies.fsdp import sharded_models
 from trainkit.strategies.fsdp.fsdp_memory import footprint
 from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
-from trainkit.strategies.fsdp.sharded_models import FSDPOptions, Meshes, ShardedModels
+from trainkit.strategies.fsdp.sharded_models import FSDPOptions
+from trainkit.strategies.fsdp.sharded_models import Meshes
+from trainkit.strategies.fsdp.sharded_models import ShardedModels
 from trainkit.strategies.fsdp.units import Wrap
 from trainkit.unsupported import refuse_unknown
+from typing import Any
+from typing import ClassVar
+from typing import Literal
+import inspect
+import math
+import torch
+import torch.distributed as dist
 
 __all__ = ["FSDPStrategy"]
 
@@ -169,7 +185,7 @@ class FSDPStrategy(ProcessStrategy):
         return None if self._meshes is None else self._meshes.whole
 
     @property
-    def _alone(self) -> bool:
+    def _single_group(self) -> bool:
         """Whether this is a single process that needs no sharding."""
         return self.world.size == 1 and not self.options.needs_sharding_alone(self.precision)
 
@@ -179,7 +195,7 @@ class FSDPStrategy(ProcessStrategy):
         Raises:
             ModuleError: The ranks have different modules, or a part cannot be sharded.
         """
-        if self._alone:
+        if self._single_group:
             self._described = "nothing: there is one process"
             return super().prepare_module(module)
         refuse_sharded(module)
@@ -200,7 +216,7 @@ class FSDPStrategy(ProcessStrategy):
         if self._meshes is None:  # a single process
             if not torch.distributed.is_initialized():
                 backend = self.process_group_backend or ("nccl" if self.device.type == "cuda" else "gloo")
-                self._group.enter_context(alone(backend))
+                self._group.enter_context(single_process_group(backend))
             self._meshes = Meshes(self.world, self.device, 1, 1, self.timeout)
         return self._meshes
 
@@ -314,7 +330,7 @@ class FSDPStrategy(ProcessStrategy):
             self._sharded.load_weights(values)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
-        if self._alone:
+        if self._single_group:
             return None
         if self._sharded is None or id(optimizer) not in self._optimizers:
             raise ConfigurationError(

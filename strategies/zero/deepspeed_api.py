@@ -28,7 +28,7 @@ import torch.distributed as dist
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.launch.joining import alone
+from trainkit.launch.joining import single_process_group
 
 __all__ = [
     "Session",
@@ -75,7 +75,7 @@ class Session:
         self.collectives = world.collectives
         self.package = import_deepspeed(device)
         if world.size == 1 and not dist.is_initialized():
-            self._stack.enter_context(alone("nccl" if device.type == "cuda" else "gloo"))
+            self._stack.enter_context(single_process_group("nccl" if device.type == "cuda" else "gloo"))
             self._stack.callback(self._forget)
         self._stack.enter_context(variable("LOCAL_RANK", str(local_rank)))  # DeepSpeed reads it several times
         with quiet():

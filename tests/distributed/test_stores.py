@@ -14,7 +14,7 @@ from helpers.patience import within
 from torch.distributed import TCPStore
 
 from trainkit.distributed import stores
-from trainkit.distributed.stores import connected
+from trainkit.distributed.stores import connect_in_time
 
 pytestmark = pytest.mark.prompt
 
@@ -37,7 +37,7 @@ def test_the_connection_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "enable_keepalive", watch)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     files = len(os.listdir("/dev/fd"))
-    store = connected(lambda: connect(server.port), server.port, 10.0)
+    store = connect_in_time(lambda: connect(server.port), server.port, 10.0)
     store.set("key", "value")
     assert (server.port, stores._SILENCE_S) in watched
     assert len(os.listdir("/dev/fd")) == files + 2  # the two ends of one connection
@@ -55,7 +55,7 @@ def test_a_silent_peer() -> None:
 
     start = time.monotonic()
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
-        connected(waits, 1, 0.3)
+        connect_in_time(waits, 1, 0.3)
     assert time.monotonic() - start < within(4)
     released.set()
 
@@ -65,4 +65,4 @@ def test_errors_of_connect_are_raised() -> None:
         raise RuntimeError("of torch")
 
     with pytest.raises(RuntimeError, match="of torch"):
-        connected(fail, 1, 10.0)
+        connect_in_time(fail, 1, 10.0)

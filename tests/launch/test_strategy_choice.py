@@ -10,7 +10,7 @@ import torch
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.launch.joining import processes
-from trainkit.launch.strategy_choice import joined_strategy, read_wanted
+from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.strategy import Strategy
 
 
@@ -33,74 +33,74 @@ from trainkit.strategy import Strategy
     ],
 )
 def test_devices(devices: Any, per_node: int | None, indices: tuple[int, ...] | None) -> None:
-    assert read_wanted("cpu", devices, None) == RequestedDevices("cpu", per_node, indices, None)
+    assert read_devices("cpu", devices, None) == RequestedDevices("cpu", per_node, indices, None)
 
 
 @pytest.mark.parametrize("devices", [0, "0", [], [-1], ["0"], [True], True, 1.5, "one", ",", -2, {0: 1}])
 def test_wrong_devices(devices: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"devices must be 'auto', a number, or a list of GPUs such as \[0, 1\], not"):
-        read_wanted("cpu", devices, None)
+        read_devices("cpu", devices, None)
 
 
 def test_a_gpu_that_is_named_twice() -> None:
     with pytest.raises(ConfigurationError, match=r"names a GPU twice.*devices=\[1\]"):
-        read_wanted("cuda", [1, 1], None)
+        read_devices("cuda", [1, 1], None)
 
 
 @pytest.mark.parametrize("nodes", [0, -1, True, 1.0, "2"])
 def test_wrong_num_nodes(nodes: Any) -> None:
     with pytest.raises(ConfigurationError, match="num_nodes must be an integer ≥ 1, not"):
-        read_wanted("cpu", 1, nodes)
+        read_devices("cpu", 1, nodes)
 
 
 def test_accelerators() -> None:
-    assert [read_wanted(name, "auto", 2).accelerator for name in ("auto", "cpu", "mps")] == ["auto", "cpu", "mps"]
-    assert read_wanted("gpu", "auto", None) == read_wanted("cuda", "auto", None)
+    assert [read_devices(name, "auto", 2).accelerator for name in ("auto", "cpu", "mps")] == ["auto", "cpu", "mps"]
+    assert read_devices("gpu", "auto", None) == read_devices("cuda", "auto", None)
     with pytest.raises(UnknownNameError, match="unknown accelerator 'cpus'.*Did you mean 'cpu'"):
-        read_wanted("cpus", 1, None)
+        read_devices("cpus", 1, None)
     with pytest.raises(UnknownNameError, match="'xla': XLA is a strategy.* Use accelerator='tpu', or strategy='xla'"):
-        read_wanted("xla", 1, None)
-    assert read_wanted("tpu", 4, None) == RequestedDevices("xla", 4)
+        read_devices("xla", 1, None)
+    assert read_devices("tpu", 4, None) == RequestedDevices("xla", 4)
     with pytest.raises(UnsupportedArgumentError, match="'hpu' is not supported"):
-        read_wanted("hpu", 1, None)
+        read_devices("hpu", 1, None)
 
 
 def test_one_mps_device() -> None:
     with pytest.raises(ConfigurationError, match="there is one MPS device. Use devices=1"):
-        read_wanted("mps", 2, None)
+        read_devices("mps", 2, None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_gpu_that_does_not_exist() -> None:
     with pytest.raises(ConfigurationError, match="GPU 3 does not exist"):
-        joined_strategy("auto", RequestedDevices("auto", 1, (3,)), False)
+        join_strategy("auto", RequestedDevices("auto", 1, (3,)), False)
     with pytest.raises(ConfigurationError, match="Use accelerator='cpu'"):
-        joined_strategy("auto", RequestedDevices("cuda"), False)
+        join_strategy("auto", RequestedDevices("cuda"), False)
 
 
 @pytest.mark.parametrize("name", ["auto", "single", "ddp"])
 def test_one_process(name: str) -> None:
-    made = joined_strategy(name, RequestedDevices("cpu", 1), False)
+    made = join_strategy(name, RequestedDevices("cpu", 1), False)
     assert made.joined
     assert (made.name, made.world.size, str(made.device)) == ("ddp" if name == "ddp" else "single", 1, "cpu")
 
 
 def test_two_different_devices() -> None:
     with pytest.raises(ConfigurationError, match="name different devices. Pass only one"):
-        joined_strategy(Strategy("cpu"), RequestedDevices("cuda"), False)
+        join_strategy(Strategy("cpu"), RequestedDevices("cuda"), False)
 
 
 @pytest.mark.parametrize("wanted", [RequestedDevices("cpu", 2), RequestedDevices("cpu", None, None, 2)])
 def test_several_processes_on_one_device(wanted: RequestedDevices) -> None:
     with pytest.raises(ConfigurationError, match="runs on one device.*Use strategy='ddp', or devices=1"):
-        joined_strategy("single", wanted, False)
+        join_strategy("single", wanted, False)
 
 
 @pytest.mark.world_size(2)
 def test_auto_is_ddp_on_several_processes() -> None:
-    made = joined_strategy("auto", RequestedDevices("cpu"), False)
+    made = join_strategy("auto", RequestedDevices("cpu"), False)
     assert (made.name, made.world.size) == ("ddp", 2)
-    assert joined_strategy("ddp", RequestedDevices("cpu"), False).world is made.world
+    assert join_strategy("ddp", RequestedDevices("cpu"), False).world is made.world
 
 
 def test_an_own_loop_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:

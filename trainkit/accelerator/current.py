@@ -14,7 +14,7 @@ from torch import nn
 from trainkit.accelerator.gathering import Gathering
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_ranks, runtime_is_loaded
-from trainkit.launch.joining import joined
+from trainkit.launch.joining import joined_world
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def gathering(verb: str) -> Gathering:
     found = latest()
     if found is not None:
         return found._gathering
-    if not runtime_is_loaded() and joined().size == 1:
+    if not runtime_is_loaded() and joined_world().size == 1:
         return Gathering(Strategy("cpu"))
     raise ConfigurationError(
         f"{verb} exchanges data between all processes, which needs an Accelerator. Create one first, and keep it: accelerator "

@@ -27,7 +27,7 @@ from trainkit.distributed.requested_devices import RequestedDevices, find_device
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
-from trainkit.launch.strategy_choice import chosen_strategy
+from trainkit.launch.strategy_choice import choose_strategy
 from trainkit.module.activation_checkpointing import (
     CheckpointingChoice,
     checkpointing_choice,
@@ -272,7 +272,7 @@ def _create(
         created = load_strategy(plugin.strategy)(device=wanted.accelerator, **options, **_common(handlers))
         created.configured_by(plugin.source or (type(plugin).__name__ if passed else settings.source))
     elif strategy is None or isinstance(strategy, str):
-        name = chosen_strategy(strategy or settings.strategy or "auto", wanted)
+        name = choose_strategy(strategy or settings.strategy or "auto", wanted)
         created = make_strategy(name, **_named(name, wanted, handlers))
     else:
         created = make_strategy(strategy)

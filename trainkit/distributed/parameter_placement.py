@@ -21,12 +21,12 @@ __all__ = [
     "Range",
     "check_placement",
     "is_dtensor",
+    "layer_devices",
     "move_module",
     "move_rest",
     "move_state",
     "own_range",
     "part_at",
-    "placed_on",
     "refuse_sharded",
     "whole_shape",
 ]
@@ -82,7 +82,7 @@ def move_module(module: nn.Module, device: torch.device) -> None:
         module.to(device)
 
 
-def placed_on(module: nn.Module) -> tuple[torch.device, ...]:
+def layer_devices(module: nn.Module) -> tuple[torch.device, ...]:
     """The devices on which the user has placed the layers of a module, that of the first parameter first.
 
     Returns:
@@ -104,7 +104,7 @@ class Placing(Protocol):
 
 
 def check_placement(module: nn.Module, strategy: Placing) -> tuple[torch.device, ...]:
-    """Return what `placed_on` returns for a module that the strategy can train where it is.
+    """Return what `layer_devices` returns for a module that the strategy can train where it is.
 
     Args:
         module: The user's.
@@ -115,7 +115,7 @@ def check_placement(module: nn.Module, strategy: Placing) -> tuple[torch.device,
     """
     name = type(module).__name__
     _refuse_offloaded(module)
-    devices = placed_on(module)
+    devices = layer_devices(module)
     if not devices:
         return ()
     there = " and ".join(map(str, devices))

@@ -1,4 +1,4 @@
-"""torch stores: `connected` has a time limit; `RestartStore` keeps a few short texts over a restart of the processes."""
+"""torch stores: `connect_in_time` has a time limit; `RestartStore` keeps a few short texts over a restart of the processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.distributed.wire import enable_keepalive
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-__all__ = ["RESTART_STORE", "RestartStore", "connected", "restarts"]
+__all__ = ["RESTART_STORE", "RestartStore", "connect_in_time", "restarts"]
 
 _SILENCE_S = 15.0  # seconds of silence after which a node counts as lost
 _T = TypeVar("_T")
@@ -25,7 +25,7 @@ RESTART_STORE = "TRAINKIT_RESTART_STORE"  # "host:port" of the store of trainkit
 _TIMEOUT = timedelta(seconds=30)
 
 
-def connected(connect: Callable[[], _T], port: int, limit: float) -> _T:
+def connect_in_time(connect: Callable[[], _T], port: int, limit: float) -> _T:
     """Call `connect` in a thread, so that this thread can handle signals. Its connections end when the other node is lost.
 
     Args:
@@ -103,7 +103,7 @@ class RestartStore:
         def connect() -> TCPStore:
             return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)
 
-        return connected(connect, self._port, _TIMEOUT.total_seconds())
+        return connect_in_time(connect, self._port, _TIMEOUT.total_seconds())
 
     def _name(self, key: str) -> str:
         return f"trainkit/{self._run}/{key}"

@@ -21,13 +21,22 @@ from trainkit.console import counted, notice, set_printing
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure_handling import FailureReport, Watchdog, release_groups
 from trainkit.distributed.requested_devices import RequestedDevices
-from trainkit.distributed.stores import RestartStore, connected, restarts
+from trainkit.distributed.stores import RestartStore, connect_in_time, restarts
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import RankInfo, is_local, read_ranks, set_gloo_interface, with_local_rank
 from trainkit.launch.starting import become_agent, in_notebook, start_command
 
-__all__ = ["alone", "device_of", "join", "joined", "nodes", "note_single_process", "processes", "single_world"]
+__all__ = [
+    "device_of",
+    "join",
+    "joined_world",
+    "nodes",
+    "note_single_process",
+    "processes",
+    "single_process_group",
+    "single_world",
+]
 
 # Launcher → the command that starts the requested number of processes.
 _HOW = {
@@ -44,7 +53,7 @@ _HOW = {
 _CONNECT_TIMEOUT = timedelta(minutes=10)
 _LATE_S = 5.0  # seconds that torch's own message about a timeout may take
 
-_alone: Any = None  # the process group of a process that is the only one
+_single_group: Any = None  # the process group of a process that is the only one
 
 # The store of the groups of this process, and the number of groups so far. The user may destroy a group; the next group must
 # not read what it has left in the store.
@@ -131,7 +140,7 @@ def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timed
     if _joined is None:
         place = None if default_group() is not None else place or _place()
         if place is not None:
-            check_wanted(wanted, place.size, place.local_size, place.nodes, place.launcher)
+            check_devices(wanted, place.size, place.local_size, place.nodes, place.launcher)
         elif default_group() is None and processes(wanted) == 1:
             note_single_process(wanted.per_node)
             return World()
@@ -139,11 +148,11 @@ def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timed
             _start(wanted)
         _joined = _enter(wanted, place, backend, timeout)
     world = _joined.world
-    check_wanted(wanted, world.size, world.local_size, world.nodes, world.launcher)
+    check_devices(wanted, world.size, world.local_size, world.nodes, world.launcher)
     return world
 
 
-def joined() -> World:
+def joined_world() -> World:
     """The processes that a run has joined; a world of one process if there are no others.
 
     Raises:
@@ -334,7 +343,7 @@ def processes_per_node(wanted: RequestedDevices) -> int:
     return max(1, gpus)
 
 
-def check_wanted(wanted: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
+def check_devices(wanted: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
     """Check that `devices` and `num_nodes` do not contradict the processes that were started.
 
     Args:
@@ -447,25 +456,25 @@ def _refuse_shared_gpus(gpus: list[str]) -> None:
 
 
 def default_group() -> Any:
-    """The default process group; `None` if there is none, or only that of `alone`."""
+    """The default process group; `None` if there is none, or only that of `single_process_group`."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return None if group is _alone else group
+    return None if group is _single_group else group
 
 
 @contextmanager
-def alone(backend: str) -> Iterator[None]:
+def single_process_group(backend: str) -> Iterator[None]:
     """Create a process group for a single process, for a library that needs one. Runs ignore it."""
-    global _alone
+    global _single_group
     from torch.distributed import HashStore  # not in every build of torch
 
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-    _alone = dist.group.WORLD
+    _single_group = dist.group.WORLD
     try:
         yield
     finally:
-        if dist.is_initialized() and dist.group.WORLD is _alone:
+        if dist.is_initialized() and dist.group.WORLD is _single_group:
             dist.destroy_process_group()
-        _alone = None
+        _single_group = None
 
 
 def make_default_group(place: RankInfo, backend: str, timeout: timedelta) -> None:
@@ -517,7 +526,7 @@ def _connect(place: RankInfo, timeout: timedelta) -> Any:
         )
 
     try:
-        return connected(connect, place.master_port, timeout.total_seconds() + _LATE_S)
+        return connect_in_time(connect, place.master_port, timeout.total_seconds() + _LATE_S)
     except (RuntimeError, ValueError, TimeoutError) as error:
         where = f"{place.master_addr}:{place.master_port}"
         if server and "address already in use" in str(error).lower():

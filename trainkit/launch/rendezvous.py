@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from trainkit.console import notice
-from trainkit.distributed.stores import connected
+from trainkit.distributed.stores import connect_in_time
 from trainkit.distributed.wire import decode
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import is_local
@@ -89,7 +89,7 @@ class Rendezvous(RendezvousHandler):
         options["read_timeout"] = max(1, int(timeout))
         params = RendezvousParameters("c10d", self.where, self._run, *self._nodes, **options)
         try:
-            backend, store = connected(lambda: create_backend(params), port, timeout + _ANSWER_S)
+            backend, store = connect_in_time(lambda: create_backend(params), port, timeout + _ANSWER_S)
         except RendezvousConnectionError as error:
             cause = str(error.__cause__).partition("\n")[0]
             if self._node_rank == 0:

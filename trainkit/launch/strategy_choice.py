@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from trainkit.precision import Precision
     from trainkit.strategy import Strategy
 
-__all__ = ["chosen_strategy", "joined_strategy", "read_wanted"]
+__all__ = ["choose_strategy", "join_strategy", "read_devices"]
 
 _KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "tpu": DEVICE}
 
 
-def read_wanted(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevices:
+def read_devices(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevices:
     """The devices that these arguments request.
 
     Raises:
@@ -82,12 +82,12 @@ def _named_gpus(devices: Any) -> tuple[int, ...] | None:
     return None
 
 
-def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
+def choose_strategy(name: str, requested: RequestedDevices) -> str:
     """The name of the strategy to use; `"auto"` is replaced unless the run has one device that is not a TPU.
 
     Args:
         name: as the user gave it, in upper or lower case.
-        wanted: the requested devices.
+        requested: the requested devices.
 
     Raises:
         ConfigurationError: the strategy does not support the device, or the variables of a launcher contradict each other.
@@ -95,29 +95,29 @@ def chosen_strategy(name: str, wanted: RequestedDevices) -> str:
     name = known_spelling(name)
     info = find_info(name)
     if name == "auto":
-        on_tpu = wanted.accelerator == DEVICE or (wanted.accelerator == "auto" and tpu_is_chosen())
-        if not on_tpu and processes(wanted) == 1:
-            note_single_process(wanted.per_node)
+        on_tpu = requested.accelerator == DEVICE or (requested.accelerator == "auto" and tpu_is_chosen())
+        if not on_tpu and processes(requested) == 1:
+            note_single_process(requested.per_node)
             return name
-        return automatic_strategy(DEVICE if on_tpu else _type_of_device(wanted))
+        return automatic_strategy(DEVICE if on_tpu else _type_of_device(requested))
     if info is not None and info.one_device:
         note_single_process(1)
-    if wanted.accelerator == DEVICE and (info is None or DEVICE not in info.devices):
+    if requested.accelerator == DEVICE and (info is None or DEVICE not in info.devices):
         raise ConfigurationError(
             f"accelerator='tpu' works with strategy='xla', not with {name!r}. Remove strategy, or set strategy='xla'."
         )
     return name
 
 
-def _type_of_device(wanted: RequestedDevices) -> str:
-    if wanted.accelerator != "auto":
-        return wanted.accelerator
+def _type_of_device(requested: RequestedDevices) -> str:
+    if requested.accelerator != "auto":
+        return requested.accelerator
     return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
-def joined_strategy(
+def join_strategy(
     strategy: str | Strategy,
-    wanted: RequestedDevices,
+    requested: RequestedDevices,
     sync_batchnorm: bool,
     precision: str | int | Precision | None = None,
     arguments: StepArguments | None = None,
@@ -127,7 +127,7 @@ def joined_strategy(
 
     Args:
         strategy: a name or an object; "auto": one device, or DDP on several.
-        wanted: the requested devices.
+        requested: the requested devices.
         sync_batchnorm: compute BatchNorm statistics over all processes.
         precision: its precision.
         arguments: those of the `Trainer`; what the strategy does not support is refused.
@@ -137,22 +137,22 @@ def joined_strategy(
         ConfigurationError: arguments that contradict each other or the devices of this process.
     """
     if isinstance(strategy, str):
-        name = chosen_strategy(strategy, wanted)
+        name = choose_strategy(strategy, requested)
         info = find_info(name)
         alone = info is not None and info.one_device
-        made: Strategy = make_strategy(name, device=_single_device(wanted) if alone else wanted.accelerator)
+        made: Strategy = make_strategy(name, device=_single_device(requested) if alone else requested.accelerator)
         if sync_batchnorm and not alone:
             _synchronize_batchnorm(made)
     else:
         made = make_strategy(strategy)
-        _check_device(made, wanted)
+        _check_device(made, requested)
         if sync_batchnorm:
             _synchronize_batchnorm(made)
     if arguments is not None:
         made.check_arguments(arguments)
     if precision is not None:
         made.check_precision(precision)  # before processes are started
-    made.join(wanted)
+    made.join(requested)
     if made.info.one_device:
         made.world = single_world()
     if message:
@@ -162,23 +162,23 @@ def joined_strategy(
     return made
 
 
-def _single_device(wanted: RequestedDevices) -> torch.device | str:
+def _single_device(requested: RequestedDevices) -> torch.device | str:
     """The device of a run on a single one."""
-    if wanted.indices is None or len(wanted.indices) != 1:
-        return wanted.accelerator
-    (index,) = wanted.indices
-    if wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available():
+    if requested.indices is None or len(requested.indices) != 1:
+        return requested.accelerator
+    (index,) = requested.indices
+    if requested.accelerator in ("auto", "cuda") and torch.cuda.is_available():
         return torch.device("cuda", index)
     if index:
         raise ConfigurationError(
-            f"devices=[{index}]: GPU {index} does not exist for accelerator={wanted.accelerator!r}. Remove devices."
+            f"devices=[{index}]: GPU {index} does not exist for accelerator={requested.accelerator!r}. Remove devices."
         )
-    return wanted.accelerator
+    return requested.accelerator
 
 
-def _check_device(made: Strategy, wanted: RequestedDevices) -> None:
-    if not made.accepts(wanted.accelerator):
-        raise ConfigurationError(f"accelerator={wanted.accelerator!r} and {made!r} name different devices. Pass only one.")
+def _check_device(made: Strategy, requested: RequestedDevices) -> None:
+    if not made.accepts(requested.accelerator):
+        raise ConfigurationError(f"accelerator={requested.accelerator!r} and {made!r} name different devices. Pass only one.")
 
 
 def _synchronize_batchnorm(made: Strategy) -> None:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted
-from trainkit.distributed.parameter_placement import placed_on
+from trainkit.distributed.parameter_placement import layer_devices
 from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.trainer.compiled_steps import described_compilation
 from trainkit.trainer.run_folder import opens_files, shown_folders
@@ -28,7 +28,7 @@ def explain(trainer: Trainer, module: TrainModule | None) -> str:
 
 
 def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
-    world, placed = trainer.strategy.data_world, () if module is None else placed_on(module)
+    world, placed = trainer.strategy.data_world, () if module is None else layer_devices(module)
     recomputed = _recomputed(trainer)
     compilation = trainer._run.compilation
     compiled = [] if compilation is None else [described_compilation(compilation, module, trainer.strategy)]

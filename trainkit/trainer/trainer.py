@@ -21,7 +21,7 @@ from trainkit.data.combined import as_passed
 from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
 from trainkit.hooks.hook_checks import check_callback
 from trainkit.hooks.table import HookTable
-from trainkit.launch.strategy_choice import joined_strategy, read_wanted
+from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.loggers.run_files import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.store import as_tensors
@@ -213,9 +213,9 @@ class Trainer:
         refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
         given, notes = with_settings(asked := check_switches(given))
         arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
-        wanted, kind = read_wanted(given["accelerator"], given["devices"], num_nodes), given["strategy"]
+        wanted, kind = read_devices(given["accelerator"], given["devices"], num_nodes), given["strategy"]
         with attribute_errors(asked):
-            self.strategy = joined_strategy(kind, wanted, sync_batchnorm, given["precision"], arguments, notes)
+            self.strategy = join_strategy(kind, wanted, sync_batchnorm, given["precision"], arguments, notes)
         self._run = Run.before_the_first(arguments, self.strategy, seed, requested_compilation(compile, self.strategy))
         self._gpus, self._assigned_ckpt_path, self._flags = wanted.indices, None, (deterministic, benchmark, detect_anomaly)
         self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)

@@ -9,7 +9,7 @@ from trainkit.console import with_article
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.environment import runtime_is_loaded
-from trainkit.launch.joining import joined
+from trainkit.launch.joining import joined_world
 
 __all__ = ["broadcast_object_list", "gather_object"]
 
@@ -70,6 +70,6 @@ def _world(verb: str) -> World:
     """The world, once all ranks have called the function."""
     if runtime_is_loaded():
         raise UnsupportedArgumentError(f"{verb} is not supported on XLA. Exchange tensors: accelerator.gather(tensor)")
-    world = joined()
+    world = joined_world()
     CollectiveChecks.of(world).wait(verb)
     return world

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trainkit.launch.joining import alone
+from trainkit.launch.joining import single_process_group
 from trainkit.strategies.fsdp.sharded_model import (
     allocate,
     drop_gradients,
@@ -31,7 +31,7 @@ DTYPES |= {torch.uint8: False, torch.bool: False, torch.complex64: False}
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
     """A mesh of this process alone."""
-    with alone("gloo"):
+    with single_process_group("gloo"):
         yield init_device_mesh("cpu", (1,))
 
 

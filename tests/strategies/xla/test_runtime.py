@@ -12,7 +12,7 @@ import torch
 from trainkit import Trainer
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, MissingPackageError
-from trainkit.launch.strategy_choice import joined_strategy
+from trainkit.launch.strategy_choice import join_strategy
 from trainkit.registry import load_strategy, make_strategy
 from trainkit.strategies import XLAStrategy
 from trainkit.strategies.xla import runtime as _xla_runtime
@@ -190,16 +190,16 @@ def test_the_mode_depends_on_how_the_process_was_started(monkeypatch: pytest.Mon
 def test_it_is_chosen_only_for_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     joined: list[RequestedDevices] = []
     monkeypatch.setattr(XLAStrategy, "join", lambda self, wanted: joined.append(wanted))
-    assert joined_strategy("auto", RequestedDevices("xla", 4), False).name == "xla"
-    assert joined_strategy("auto", RequestedDevices("cpu"), False).name == "single"
+    assert join_strategy("auto", RequestedDevices("xla", 4), False).name == "xla"
+    assert join_strategy("auto", RequestedDevices("cpu"), False).name == "single"
     monkeypatch.setattr("trainkit.launch.strategy_choice.tpu_is_chosen", lambda: True)
-    assert joined_strategy("auto", RequestedDevices(), False).name == "xla"
-    assert joined_strategy("auto", RequestedDevices("cpu"), False).name == "single"
+    assert join_strategy("auto", RequestedDevices(), False).name == "xla"
+    assert join_strategy("auto", RequestedDevices("cpu"), False).name == "single"
     assert joined == [RequestedDevices("xla", 4), RequestedDevices()]
     with pytest.raises(ConfigurationError, match="accelerator='tpu' works with strategy='xla', not with 'ddp'"):
-        joined_strategy("ddp", RequestedDevices("xla"), False)
+        join_strategy("ddp", RequestedDevices("xla"), False)
     with pytest.raises(ConfigurationError, match="name different devices"):
-        joined_strategy(XLAStrategy(), RequestedDevices("cuda"), False)
+        join_strategy(XLAStrategy(), RequestedDevices("cuda"), False)
 
 
 def test_the_memory_of_a_device() -> None:
