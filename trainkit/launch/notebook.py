@@ -41,13 +41,15 @@ from trainkit.checks import is_number, whole_number
 from trainkit.config.keys import KEYS, convert_value
 from trainkit.config.settings import VARIABLE, Settings, carry, inherited_settings
 from trainkit.console import echo
-from trainkit.distributed.failure import summary
+from trainkit.distributed.failure import is_communication, summary
+from trainkit.distributed.failure_handling import end_process
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch.environment import grace, join_timeout, read_ranks, tpu_is_chosen
 from trainkit.launch.private_folder import private_folder
 from trainkit.launch.starting import warn_if_cuda_initialized
 from trainkit.launch.workers import INTERRUPTED, PREEMPTED, Outcome
+from trainkit.registry import load_strategy
 
 __all__ = [
     "CALL",
@@ -369,10 +371,6 @@ def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
 
 def _launch_replicas(folder: str, task: dict[str, Any]) -> None:
     """Let XLA's runtime start its processes or threads, each of which calls `run_replica`."""
-    from trainkit.distributed.failure import summary
-    from trainkit.distributed.failure_handling import end_process
-    from trainkit.registry import load_strategy
-
     os.environ.clear()  # the agent's variables, which XLA's runtime would mistake for those of a launcher
     os.environ.update(task["environment"])
     # the runtime would wait for its processes, which do not get the signals that this one gets
@@ -395,8 +393,6 @@ def run_replica(index: int, folder: str) -> None:
 
 
 def _run(folder: str, rank: int, local_rank: int) -> None:
-    from trainkit.distributed.failure import is_communication, summary
-
     reports = _start_folder(folder)
     _restore(json.loads(Path(folder, TASK).read_text()), local_rank)
     try:
@@ -496,9 +492,9 @@ def load(data: bytes) -> Any:
 
 
 def _dump(value: Any) -> bytes:
-    with io.BytesIO() as file:
-        _Pickler(file).dump(value)
-        return file.getvalue()
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def _dump_or_explain(value: Any, parts: Mapping[str, Any], message: str) -> bytes:
