@@ -49,10 +49,6 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the file from which torchrun reads wh
 def report_failure(channel: Channel | None, error: BaseException) -> BaseException:
     """Report to the other ranks that an error ends a run on this one.
 
-    Args:
-        channel: the channel of the run; `None` if there is a single process.
-        error: the error.
-
     Returns:
         The error to raise from this one. Usually that is the error itself. If it is only the consequence of another rank's
         failure (a closed connection, an exchange that cannot complete), it is a `ProcessFailedError` that names that rank, its
@@ -412,12 +408,7 @@ def stacks() -> str:
 
 
 def write_error_file(failure: Failure, rank: int) -> None:
-    """Write the error file, from which torchrun shows why a process failed. It shows the file of the first process that ends.
-
-    Args:
-        failure: the first failure, so that the file of any process has the right traceback.
-        rank: the rank of this process.
-    """
+    """Write the first failure to the file from which torchrun shows why the first process that ends has failed."""
     path = os.environ.get(_ERROR_FILE)
     if not path:
         return

@@ -106,10 +106,6 @@ class Placing(Protocol):
 def check_placement(module: nn.Module, strategy: Placing) -> tuple[torch.device, ...]:
     """Return what `layer_devices` returns for a module that the strategy can train where it is.
 
-    Args:
-        module: The user's.
-        strategy: It moves batches to its `device`.
-
     Raises:
         ConfigurationError: It cannot be trained like this.
     """

@@ -44,12 +44,7 @@ def decode(line: bytes | str) -> Any:
 
 
 def enable_keepalive(connection: socket.socket, silence_limit: float) -> None:
-    """Let the operating system detect that the other side is lost: a cut cable, a host without power.
-
-    Args:
-        connection: a TCP connection.
-        silence_limit: seconds of silence after which the other side counts as lost.
-    """
+    """Let the operating system detect that the other side is lost: a cut cable, a host without power."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     pause = max(1, round(silence_limit / 6))

@@ -449,11 +449,7 @@ class CollectiveTracker:
 
 
 def find_call(frame: FrameType | None) -> tuple[str, str]:
-    """The trainkit function that a script has called, and where: `("backward", "train.py:12")`.
-
-    Args:
-        frame: a frame of that function, or of what it calls.
-    """
+    """The trainkit function that a script has called, and where: `("backward", "train.py:12")`."""
     verb, script = find_caller(frame)
     if script is None:
         return verb, "an unknown line"

@@ -157,9 +157,6 @@ class RankInfo:
 def read_ranks(env: Mapping[str, str]) -> RankInfo | None:
     """The ranks of this process, if a launcher started it.
 
-    Args:
-        env: the environment variables, as in `os.environ`.
-
     Returns:
         The ranks; `None` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
         interactive shell in an allocation, a single task.
@@ -659,10 +656,6 @@ def with_local_rank(ranks: RankInfo | None, argv: Sequence[str]) -> RankInfo | N
 
     DeepSpeed's launcher and `torch.distributed.launch` pass it in addition to environment variables.
 
-    Args:
-        ranks: the ranks in environment variables; `None`: this is a single process.
-        argv: the arguments of the script.
-
     Returns:
         The ranks, with the local rank from the argument if no variable sets it.
 
@@ -774,12 +767,7 @@ def place_in_slice(
 
 
 def set_gloo_interface(env: MutableMapping[str, str], master_addr: str) -> None:
-    """Set `GLOO_SOCKET_IFNAME` if it is not set and gloo would use the loopback interface; Linux only.
-
-    Args:
-        env: the environment variables of the processes.
-        master_addr: the node of rank 0, which must be reachable through the interface.
-    """
+    """Set `GLOO_SOCKET_IFNAME` if it is not set and gloo would use the loopback interface; Linux only."""
     if GLOO in env or not _own_name_is_loopback():
         return
     for target in (master_addr, _OUTSIDE):

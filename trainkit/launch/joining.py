@@ -346,13 +346,6 @@ def processes_per_node(wanted: RequestedDevices) -> int:
 def check_devices(wanted: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
     """Check that `devices` and `num_nodes` do not contradict the processes that were started.
 
-    Args:
-        wanted: What the user requested.
-        size: Number of processes.
-        local_size: Number of processes of this node; `None`: unknown.
-        nodes: Number of nodes; `None`: unknown.
-        launcher: What started the processes, for the message.
-
     Raises:
         ConfigurationError: They contradict each other; the message has the command for the requested number of processes.
     """
@@ -479,11 +472,6 @@ def single_process_group(backend: str) -> Iterator[None]:
 
 def make_default_group(place: RankInfo, backend: str, timeout: timedelta) -> None:
     """Create the default process group with the other processes.
-
-    Args:
-        place: rank, world size, and the address and port of rank 0.
-        backend: the backend of the group.
-        timeout: the timeout of its collectives.
 
     Raises:
         ConfigurationError: the processes cannot connect to each other.

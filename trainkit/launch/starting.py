@@ -42,9 +42,6 @@ def become_agent(processes: int) -> NoReturn:
     The launcher is a new Python in the same process (same process ID, same terminal): nothing of the script stays in memory or
     runs after this. Functions that the script has registered with `atexit` run, and its output is flushed, before.
 
-    Args:
-        processes: how many to start.
-
     Raises:
         ConfigurationError: this command line cannot be run again.
     """
@@ -86,9 +83,6 @@ def serve() -> NoReturn:
 
 def start_command(processes: int) -> list[str]:
     """The command line that has started this process.
-
-    Args:
-        processes: how many to start, for the message.
 
     Raises:
         ConfigurationError: it cannot be repeated: a notebook, `-c`, standard input, a test.
@@ -178,11 +172,7 @@ def watch_cuda() -> None:
 
 
 def warn_if_cuda_initialized(launcher: str) -> None:
-    """In debug mode, warn if this process has initialized CUDA before it starts others.
-
-    Args:
-        launcher: what starts them, as the user calls it.
-    """
+    """In debug mode, warn if this process has initialized CUDA before it starts others."""
     if _where is not None:
         warn(
             f"{launcher} starts processes, but this process has already initialized CUDA, at {_where}. It may use GPU memory "

@@ -85,10 +85,6 @@ def _named_gpus(devices: Any) -> tuple[int, ...] | None:
 def choose_strategy(name: str, requested: RequestedDevices) -> str:
     """The name of the strategy to use; `"auto"` is replaced unless the run has one device that is not a TPU.
 
-    Args:
-        name: as the user gave it, in upper or lower case.
-        requested: the requested devices.
-
     Raises:
         ConfigurationError: the strategy does not support the device, or the variables of a launcher contradict each other.
     """
