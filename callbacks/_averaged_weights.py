@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.callback import Callback
-from trainkit.distributed.dtensor_parts import own_range, part_at
-from trainkit.distributed.parameter_placement import is_dtensor
+from trainkit.distributed.parameter_placement import is_dtensor, own_range, part_at
 from trainkit.errors import ConfigurationError
 from trainkit.optim.parameter_names import cleaned
 from trainkit.state.parts import TRAINED_WEIGHTS, trained_weights

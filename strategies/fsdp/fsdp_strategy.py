@@ -2,60 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from contextlib import ExitStack
-from contextlib import nullcontext
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
-from functools import partial
-from functools import wraps
+from functools import partial, wraps
 from inspect import ismethod
-from torch import Tensor
-from torch import nn
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
+
 from trainkit.accelerator.wrapped import Wrapped
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.distributed.parameter_placement import refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
-from trainkit.errors import ConfigurationError
-from trainkit.errors import ModuleError
-from trainkit.footprint import Contents
-from trainkit.footprint import Footprint
+from trainkit.errors import ConfigurationError, ModuleError
+from trainkit.footprint import Contents, Footprint
 from trainkit.launch.joining import single_process_group
-from trainkit.micro_batch import MicroBatch
-from trainkit.micro_batch import WHOLE_WINDOW
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.module.blocks import Choice
 from trainkit.optim.gradient_norm import total_norm
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
-from trainkit.strategies._collectives import Buffers
-from trainkit.strategies._collectives import average_gradients
-from trainkit.strategies._collectives import check_modules_match
+from trainkit.strategies._collectives import Buffers, average_gradients, check_modules_match
 from trainkit.strategies._processes import ProcessStrategy
 from trainkit.strategies.fsdp import sharded_models
 from trainkit.strategies.fsdp.fsdp_memory import footprint
 from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
-from trainkit.strategies.fsdp.sharded_models import FSDPOptions
-from trainkit.strategies.fsdp.sharded_models import Meshes
-from trainkit.strategies.fsdp.sharded_models import ShardedModels
+from trainkit.strategies.fsdp.sharded_models import FSDPOptions, Meshes, ShardedModels
 from trainkit.strategies.fsdp.units import Wrap
 from trainkit.unsupported import refuse_unknown
-from typing import Any
-from typing import ClassVar
-from typing import Literal
-import inspect
-import math
-import torch
-import torch.distributed as dist
 
 __all__ = ["FSDPStrategy"]
 

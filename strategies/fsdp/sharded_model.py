@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainkit.console import notice, shortened
-from trainkit.distributed.dtensor_parts import Range, own_range, part_at
+from trainkit.distributed.parameter_placement import Range, own_range, part_at
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
 from trainkit.nested import leaves, map_tensors

@@ -23,7 +23,7 @@ from trainkit.config.keys import is_off
 from trainkit.console import notice, with_article
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, nearest
-from trainkit.launch.script_options import option
+from trainkit.launch.environment import option
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers

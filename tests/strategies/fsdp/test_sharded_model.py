@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from trainkit import Precision
-from trainkit.distributed.dtensor_parts import own_range
+from trainkit.distributed.parameter_placement import own_range
 from trainkit.errors import ModuleError
 from trainkit.micro_batch import MicroBatch
 from trainkit.strategies.fsdp.sharded_model import Shards, _senders

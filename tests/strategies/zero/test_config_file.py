@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainkit.errors import ConfigurationError, UnknownNameError
-from trainkit.launch.script_options import local_rank
+from trainkit.launch.environment import local_rank
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.config_file import _MISSING, deepspeed_config, read_config
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
