@@ -90,7 +90,7 @@ setup(
     python_requires=">=3.10",
     packages=packages(),
     package_dir=MAPPED,
-    package_data={"trainkit": ["py.typed"]},
+    package_data={"trainkit": ["py.typed"], "trainkit.names": ["*.json"]},
     include_package_data=False,
     zip_safe=False,
     install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "fsspec"],

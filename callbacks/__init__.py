@@ -14,7 +14,7 @@ if __name__ != "trainkit.callbacks":
 import re
 from typing import TYPE_CHECKING
 
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback

@@ -17,8 +17,8 @@ from trainkit.callbacks.base_prediction_writer import INTERVALS, BasePredictionW
 from trainkit.checks import choice
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
-from trainkit.lazy import lazily
 from trainkit.loggers.csv_logs import JSONLWriter
+from trainkit.names import lazily
 from trainkit.paths import disk_path
 
 if TYPE_CHECKING:

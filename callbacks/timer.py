@@ -13,7 +13,7 @@ from trainkit.callback import Callback
 from trainkit.checks import choice
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

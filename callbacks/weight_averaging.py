@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 from trainkit.callbacks._averaged_weights import AveragedWeights
 from trainkit.errors import ConfigurationError
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

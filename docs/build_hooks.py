@@ -126,12 +126,12 @@ def table_of_lightning(group: str) -> str:
     Args:
         group: A module below `lightning.pytorch`, "top" for itself, a class for its members, or "arguments" of the Trainer.
     """
-    tables, advice = import_module("trainkit.unsupported.lightning_names"), import_module("trainkit.unsupported").ADVICE
+    table = import_module("trainkit.names").table("lightning")
     group = "" if group == "top" else group
-    rows_of = {names: f"the same, `from {home} import …`" for home, names in tables.SAME.get(group, {}).items()}
-    others = tables.OTHER.get(group, {}) | tables.ABSENT.get(group, {}) | tables.MEMBERS.get(group, {})
+    rows_of = {" ".join(names): f"the same, `from {home} import …`" for home, names in table["same"].get(group, {}).items()}
+    others = table["renamed"].get(group, {}) | table["absent"].get(group, {}) | table["members"].get(group, {})
     if group == "arguments":
-        others = advice["Trainer"]
+        others = table["arguments"]["Trainer"]
     for use in dict.fromkeys(others.values()):
         rows_of[" ".join(name for name in others if others[name] == use)] = re.sub(r"([*_|<\[\]])", r"\\\1", use)
     rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {use} |" for names, use in rows_of.items()]

@@ -14,7 +14,7 @@ if __name__ != "trainkit.strategies":
 
 from typing import TYPE_CHECKING
 
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from trainkit.strategies.ddp.ddp_strategy import DDPStrategy

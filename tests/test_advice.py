@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from helpers import house
 from trainkit.cli.main import SUBCOMMANDS
 
 _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_STRINGS = re.compile(r'"(?:[^"\\]|\\.)*"')  # of a line of JSON
 MODULES = (
     "",
     ".callbacks",
@@ -44,11 +46,15 @@ def texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def messages() -> list[tuple[str, str]]:
     """The place and text of each string in the sources of the package."""
     files = [file for folder in house.PACKAGES for file in house.python_files(house.ROOT / folder)]
-    return [
+    found = [
         (f"{file.relative_to(house.ROOT)}:{line}", text)
         for file in files
         for line, text in texts(ast.parse(file.read_text("utf-8")))
     ]
+    for file in (house.ROOT / "trainkit" / "names").glob("*.json"):
+        for line, text in enumerate(file.read_text("utf-8").splitlines(), 1):
+            found += [(f"{file.relative_to(house.ROOT)}:{line}", json.loads(quoted)) for quoted in _STRINGS.findall(text)]
+    return found
 
 
 def test_pages_and_headings_exist(messages: list[tuple[str, str]]) -> None:

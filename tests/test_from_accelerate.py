@@ -10,7 +10,9 @@ import pytest
 
 from trainkit import Accelerator
 from trainkit.errors import UnsupportedArgumentError
-from trainkit.unsupported import ADVICE
+from trainkit.names import advice_by_place
+
+ADVICE = advice_by_place()
 
 
 def listed(text: str) -> list[str]:

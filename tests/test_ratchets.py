@@ -23,7 +23,9 @@ from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
 from trainkit.hooks.hook_names import HOOKS
-from trainkit.unsupported import ADVICE
+from trainkit.names import advice_by_place
+
+ADVICE = advice_by_place()
 
 OURS = str(Path(trainkit.__file__).resolve().parents[1])
 FOLDERS = tuple(str(Path(OURS, name)) for name in ("trainkit", "callbacks", "strategies"))

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import trainkit.launch  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
-from trainkit.lazy import LightningModules, PytorchAlias, absent, submodule
+from trainkit.names import absent, submodule
+from trainkit.names.import_paths import LightningModules, PytorchAlias
 
 if TYPE_CHECKING:
     from trainkit import checkpoint as checkpoint

@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.names import advice
 from trainkit.nested import map_tensors
 from trainkit.registry import load
-from trainkit.unsupported import advice
 
 __all__ = ["MIXED", "OVER_MASTERS", "PRECISIONS", "Precision", "PrecisionSpec", "is_short", "register_precision"]
 

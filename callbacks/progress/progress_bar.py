@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callback import Callback
 from trainkit.console import echo
 from trainkit.errors import NotAvailableError
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from trainkit.callbacks.progress._stages import Display, Kind, StageProgress, StageProgressBar
 from trainkit.checks import whole_number
 from trainkit.console import OutputStream, echo, notice, printable
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     pass

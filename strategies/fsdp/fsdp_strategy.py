@@ -28,6 +28,7 @@ from trainkit.footprint import Contents, Footprint
 from trainkit.launch.joining import single_process_group
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.module.blocks import Choice
+from trainkit.names import refuse_unknown
 from trainkit.optim.gradient_norm import total_norm
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
@@ -39,7 +40,6 @@ from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.sharded_models import FSDPOptions, Meshes, ShardedModels
 from trainkit.strategies.fsdp.units import Wrap
-from trainkit.unsupported import refuse_unknown
 
 __all__ = ["FSDPStrategy"]
 

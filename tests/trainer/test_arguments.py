@@ -26,8 +26,10 @@ from trainkit.errors import (
     UnknownNameError,
     UnsupportedArgumentError,
 )
+from trainkit.names import advice_by_place
 from trainkit.trainer.arguments import limited
-from trainkit.unsupported import ADVICE
+
+ADVICE = advice_by_place()
 
 # Every argument of Lightning's Trainer, in version 2 and in earlier versions.
 LIGHTNING_2 = """

@@ -14,8 +14,10 @@ from trainkit import Strategy, Trainer
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError
 from trainkit.loggers import CSVLogger, Logger
+from trainkit.names import advice_by_place
 from trainkit.profilers import PassThroughProfiler, SimpleProfiler
-from trainkit.unsupported import ADVICE
+
+ADVICE = advice_by_place()
 
 # Public members of Lightning 2.6.6's Trainer that this one does not have.
 NOT_THERE = """

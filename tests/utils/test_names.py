@@ -9,7 +9,9 @@ import pytest
 
 import trainkit
 from trainkit import utils
-from trainkit.unsupported import ADVICE, use_instead
+from trainkit.names import advice_by_place, use_instead
+
+ADVICE = advice_by_place()
 
 # Arguments and their defaults, in Accelerate's order.
 SIGNATURES: dict[str, dict[str, Any]] = {

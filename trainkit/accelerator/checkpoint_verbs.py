@@ -14,8 +14,8 @@ from trainkit.accelerator.naming import NumberedCheckpoints
 from trainkit.accelerator.options import Options
 from trainkit.accelerator.saving import Saving, refuse_pickle
 from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.names import refuse_unknown
 from trainkit.state.parts import check_names
-from trainkit.unsupported import refuse_unknown
 
 __all__ = ["CheckpointVerbs"]
 

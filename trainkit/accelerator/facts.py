@@ -14,8 +14,8 @@ from trainkit.config.kwargs_handlers import DistributedType, distributed_type
 from trainkit.config.settings import Plugin
 from trainkit.console import notice
 from trainkit.errors import nearest
+from trainkit.names import advice
 from trainkit.strategy import Strategy
-from trainkit.unsupported import advice
 
 __all__ = ["AcceleratorState", "no_attribute", "plugin_of", "refuse_precision", "state_of"]
 

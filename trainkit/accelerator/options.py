@@ -34,10 +34,10 @@ from trainkit.module.activation_checkpointing import (
     refuse_checkpointing,
     refuse_eager_backend,
 )
+from trainkit.names import refuse_unknown
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
 from trainkit.strategy import Strategy
-from trainkit.unsupported import refuse_unknown
 
 __all__ = ["Options", "check_steps", "mixed_name", "resolve"]
 

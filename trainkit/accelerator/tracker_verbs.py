@@ -12,8 +12,8 @@ from trainkit.errors import ConfigurationError, MissingPackageError, UnknownName
 from trainkit.loggers.base import Logger, NullExperiment, is_installed
 from trainkit.loggers.logger_setup import LOGGERS, NotLoggedInError, attach, check_logger, make_logger
 from trainkit.loggers.trackers import LoggerTracker, tracker_of
+from trainkit.names import advice, advice_by_place
 from trainkit.strategy import Strategy
-from trainkit.unsupported import ADVICE, advice
 
 __all__ = ["ByTracker", "Trackers", "check_trackers"]
 
@@ -92,7 +92,7 @@ class Trackers:
     def _by_name(self, argument: str, given: ByTracker | None) -> ByTracker:
         """Arguments by the name of the tracker; raises for a name that no tracker has."""
         found = {_text(key): value for key, value in (given or {}).items()}
-        known = {*self._names, *LOGGERS, *ADVICE["log_with"]}
+        known = {*self._names, *LOGGERS, *advice_by_place()["log_with"]}
         for name, value in found.items():
             if name not in known:
                 raise UnknownNameError(

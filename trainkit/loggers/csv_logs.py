@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checks import is_whole
 from trainkit.errors import ConfigurationError, TrainkitError
-from trainkit.lazy import lazily
 from trainkit.loggers.base import Logger
 from trainkit.loggers.log_folder import (
     AppendFile,
@@ -33,6 +32,7 @@ from trainkit.loggers.log_folder import (
     too_short,
 )
 from trainkit.loggers.run_files import lines_in
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from io import TextIOWrapper

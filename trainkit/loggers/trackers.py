@@ -11,8 +11,8 @@ from trainkit.errors import ConfigurationError, MetricError, UnsupportedArgument
 from trainkit.loggers.base import Logger
 from trainkit.loggers.logged_values import as_step, number
 from trainkit.loggers.logger_setup import LOGGERS
+from trainkit.names import advice
 from trainkit.tracking import GeneralTracker
-from trainkit.unsupported import advice
 
 __all__ = ["LoggerTracker", "MLflowTracker", "WandBTracker", "tracker_of"]
 

@@ -20,11 +20,11 @@ from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import HyperParameters
 from trainkit.module.restored_values import annotations_of, with_attributes, with_members
 from trainkit.module.trusted import Trust
+from trainkit.names import advice, refuse_unknown
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
 from trainkit.state.parts import Parts, model_stems, restore, shown
-from trainkit.unsupported import advice, refuse_unknown
 
 __all__ = ["build_data_module", "build_from_checkpoint"]
 

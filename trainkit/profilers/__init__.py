@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from trainkit.trainer.profiler import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler

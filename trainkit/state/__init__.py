@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.lazy import absent
+from trainkit.names import absent
 
 __all__: list[str] = []
 

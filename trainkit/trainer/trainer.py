@@ -28,6 +28,7 @@ from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
 from trainkit.module.data_module import DataModule
 from trainkit.module.train_module import TrainModule
+from trainkit.names import advice, refuse_unknown
 from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
@@ -56,7 +57,6 @@ from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, ref
 from trainkit.trainer.start_record import StartRecord
 from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
 from trainkit.trainer.trial import run_trial
-from trainkit.unsupported import advice, refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 if TYPE_CHECKING:
     from trainkit.data.combined import CombinedLoader

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from trainkit.lazy import absent
+from trainkit.names import absent
 
 __all__ = ["get_filesystem"]
 

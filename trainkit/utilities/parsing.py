@@ -6,8 +6,8 @@ import inspect
 from types import FrameType
 from typing import Any
 
-from trainkit.lazy import absent
 from trainkit.module.hparams import AttributeDict
+from trainkit.names import absent
 
 __all__ = ["AttributeDict", "get_init_args"]
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from trainkit.accelerator.current import place
 from trainkit.console import notice
-from trainkit.lazy import absent
+from trainkit.names import absent
 
 __all__ = [
     "rank_prefixed_message",

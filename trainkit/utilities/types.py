@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from trainkit.lazy import absent
+from trainkit.names import absent
 
 __all__ = [
     "EVAL_DATALOADERS",

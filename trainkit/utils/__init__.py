@@ -24,7 +24,7 @@ from trainkit.config.kwargs_handlers import (
     ProjectConfiguration,
 )
 from trainkit.launch.notebook import notebook_launcher
-from trainkit.lazy import absent
+from trainkit.names import absent
 from trainkit.state.single_file import load
 from trainkit.utils.available import (
     is_bf16_available,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import trainkit
-from trainkit.lazy import lazily
+from trainkit.names import lazily
 
 
 @pytest.fixture

@@ -10,8 +10,10 @@ import pytest
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
-from trainkit.unsupported import ADVICE, refuse_unknown
+from trainkit.names import advice_by_place, refuse_unknown
 from trainkit.utils import FullyShardedDataParallelPlugin
+
+ADVICE = advice_by_place()
 
 OURS = {
     *("wrap", "reshard_after_forward", "mixed_precision", "offload_params", "replicas", "tensor_parallel", "ignored_modules"),

@@ -13,8 +13,11 @@ from helpers.runs.trainers import make_trainer
 
 import trainkit
 from trainkit.hooks.hook_names import REMOVED
-from trainkit.unsupported import ADVICE, advice, use_instead
-from trainkit.unsupported.lightning_names import ABSENT, MEMBERS, MODULES, OTHER, SAME
+from trainkit.names import advice, advice_by_place, table, use_instead
+
+ADVICE, LIGHTNING = advice_by_place(), table("lightning")
+SAME, OTHER, ABSENT = LIGHTNING["same"], LIGHTNING["renamed"], LIGHTNING["absent"]
+MEMBERS, MODULES = LIGHTNING["members"], {*LIGHTNING["modules"]}
 
 
 def places() -> dict[str, list[str]]:
@@ -67,7 +70,7 @@ def test_every_name_says_where_it_is(module: str) -> None:
 def test_each_name_is_in_one_table_and_is_one_of_lightnings() -> None:
     listed = {name for names in IMPORTS.values() for name in names}
     for group in SAME | OTHER | ABSENT:
-        same = " ".join(SAME.get(group, {}).values()).split()
+        same = [name for names in SAME.get(group, {}).values() for name in names]
         names = [*same, *OTHER.get(group, {}), *ABSENT.get(group, {})]
         assert len(names) == len(set(names)), group
         # Lightning 1 had them in `utilities`
@@ -77,7 +80,7 @@ def test_each_name_is_in_one_table_and_is_one_of_lightnings() -> None:
 def test_the_names_that_are_the_same_are_there() -> None:
     """Every name that a table calls the same can be imported from there; one that is there is not pending."""
     pending = set()
-    for home, name in {(home, name) for group in SAME.values() for home, names in group.items() for name in names.split()}:
+    for home, name in {(home, name) for group in SAME.values() for home, names in group.items() for name in names}:
         error = error_of(f"from {home} import {name}")
         pending |= {name} if error is not None else set()
     assert pending == set()

@@ -1,0 +1,225 @@
+"""Names of packages: imported on first use, and what to use instead of a name of Lightning or Accelerate that is not here.
+
+The names of the other frameworks are data: `lightning.json` and `accelerate.json`, which are read with the first error. A group
+is a module below `lightning.pytorch` ("" is that itself) and holds the names of all its files. The keys of `lightning.json`:
+
+- `same`: group → module of trainkit → the names that it has.
+- `fabric`: what projects import from `lightning.fabric` → the module of trainkit that has it.
+- `renamed`: group → name → the same thing under another name.
+- `absent`: group → what to use → names that trainkit does not have.
+- `members`: class → attribute or method that ours does not have → what to use.
+- `modules`: modules of Lightning that are no modules of trainkit.
+- `arguments`: function → argument that it does not have → what to use.
+- `carried`: argument → types of the values that replace the first "..." of its advice.
+- `defaults`: argument → its default values in Lightning; those of all others are `None`.
+
+`accelerate.json` has `arguments` too, the `attributes` of an Accelerator, and what to use → names for `trackers` and `imports`.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import json
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from trainkit.errors import UnknownNameError, UnsupportedArgumentError, nearest
+
+__all__ = ["absent", "advice", "advice_by_place", "home_of", "lazily", "refuse_unknown", "submodule", "table", "use_instead"]
+
+
+# ------------------------------------------------------------------------------------------- names of packages of trainkit
+
+
+def lazily(package: dict[str, Any], files: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A package's `__getattr__` and `__dir__` (PEP 562).
+
+    Args:
+        package: The `globals()` of the package.
+        files: Public name → its module in the package; a module that begins with a dot is in the parent package.
+    """
+
+    def get(name: str) -> Any:
+        if name not in files:
+            if (module := submodule(package, name)) is not None:
+                return module
+            raise absent(package["__name__"], name, files)
+        value = getattr(import_module(f".{files[name]}", package["__name__"]), name)
+        package[name] = value  # __getattr__ is not called again
+        return value
+
+    def names() -> list[str]:
+        return sorted({*package, *files})
+
+    return get, names
+
+
+def submodule(package: Mapping[str, Any], name: str) -> ModuleType | None:
+    """The module of this name in a package, for `package.module.name` without an import of the module, as in Lightning.
+
+    Args:
+        package: The `globals()` of the package.
+        name: The attribute that it does not have.
+    """
+    full = f"{package['__name__']}.{name}"
+    return import_module(full) if "__path__" in package and name[0] != "_" and find_spec(full) is not None else None
+
+
+def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
+    """The error for a missing name of a module, for the module's `__getattr__`.
+
+    It says what to use instead of a name of Lightning or Accelerate, and otherwise the nearest name. For
+    `from module import name` it is an `ImportError`, because Python would replace an `AttributeError` by an `ImportError`
+    without that text. Otherwise it is an `AttributeError`, which `hasattr` and `getattr` need.
+
+    Args:
+        module: The full name of the module.
+        name: The missing name.
+        known: The names that exist.
+    """
+    use = use_instead(module, name)
+    frame = inspect.currentframe()
+    for _ in range(2):  # the frames of this function and of __getattr__
+        frame = None if frame is None else frame.f_back
+    importing = frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+    if use is not None:
+        text = f"{module} has no {name}. Use: {use}"
+    elif importing:
+        text = f"cannot import name {name!r} from {module!r}.{nearest(name, known)}"
+    else:
+        text = f"module {module!r} has no attribute {name!r}.{nearest(name, known)}"
+    # without a name Python would add a "Did you mean" of its own
+    return ImportError(text, name=module) if importing else AttributeError(text, name=name, obj=None)
+
+
+# ------------------------------------------------------------------------------------------- names of Lightning and Accelerate
+
+
+@cache
+def table(framework: str) -> dict[str, Any]:
+    """The names of a framework, "lightning" or "accelerate"; see the top of this file."""
+    content: dict[str, Any] = json.loads(Path(__file__).with_name(f"{framework}.json").read_text("utf-8"))
+    if framework == "lightning":
+        content["absent"] = {group: _by_name(uses) for group, uses in content["absent"].items()}
+    else:
+        content |= {key: _by_name(content[key]) for key in ("imports", "trackers")}
+    return content
+
+
+def _by_name(uses: Mapping[str, list[str]]) -> dict[str, str]:
+    return {name: use for use, names in uses.items() for name in names}
+
+
+@cache
+def advice_by_place() -> dict[str, dict[str, str]]:
+    """Place → name → what to use.
+
+    A class or function means its arguments, "accelerator" and "trainer" the attributes of an object, "precision" and
+    "log_with" names of precisions and trackers, "log_kwargs" arguments of a tracker's `log`, "trainkit" imports of
+    Accelerate's names.
+    """
+    lightning, accelerate = table("lightning"), table("accelerate")
+    places = {**lightning["arguments"], **accelerate["arguments"]}
+    places |= dict.fromkeys(("Trainer.predict", "Trainer.test", "Trainer.validate"), places["Trainer.fit"])
+    return places | {
+        "Accelerator.load_state": places["Accelerator.save_state"],
+        "accelerator": accelerate["attributes"],
+        "log_with": accelerate["trackers"],
+        "trainer": lightning["members"]["Trainer"],
+        "trainkit": accelerate["imports"],
+    }
+
+
+def advice(where: str, name: str) -> str | None:
+    """What to use instead of a name in a place of `advice_by_place`; `None` if neither framework has it."""
+    return advice_by_place().get(where, {}).get(name)
+
+
+def refuse_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse unknown arguments of a function.
+
+    A Trainer, its methods and `load_from_checkpoint` accept an unsupported argument with Lightning's default value, which has
+    no effect.
+
+    Args:
+        where: "Trainer", "Accelerator", one of their methods ("Trainer.fit"), "FSDPStrategy", or "load_from_checkpoint".
+        unknown: The unknown arguments.
+        known: The names of the known arguments.
+
+    Raises:
+        UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
+        UnknownNameError: Another name; the message has the nearest one.
+    """
+    for name, value in unknown.items():
+        fix = advice(where, name)
+        if fix is None:
+            names = [*known, *advice_by_place().get(where, {})]
+            raise UnknownNameError(f"{where} has no argument {name!r}.{nearest(name, names)}")
+        if not (where.startswith(("Trainer", "load_from_checkpoint")) and _is_default(name, value)):
+            raise UnsupportedArgumentError(f"{where}({name}=...): {_with_value(fix, name, value)}.")
+
+
+def _with_value(fix: str, name: str, value: Any) -> str:
+    """The advice with the user's value in it, if the value means the same there."""
+    if name == "gpus" and value == 0:
+        return "use accelerator='cpu'"
+    kinds = table("lightning")["carried"].get(name, [])
+    if type(value) is int and kinds == ["float"]:
+        value = float(value)  # a fraction: as an integer it would be a number of batches
+    if type(value).__name__ not in kinds or (isinstance(value, list) and not all(isinstance(item, int) for item in value)):
+        return fix
+    return fix.replace("...", repr(value), 1)
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether a value is Lightning's default of an unsupported argument; 0 is not False."""
+    defaults = table("lightning")["defaults"].get(name, [None])
+    return any(type(value) is type(default) and value == default for default in defaults)
+
+
+def use_instead(module: str, name: str) -> str | None:
+    """What to use instead of a name that a module does not have; `None` if neither Lightning nor Accelerate has it.
+
+    Args:
+        module: The full name of the module that was asked for it.
+        name: The name.
+    """
+    group, lightning = _group(module), table("lightning")
+    groups = [group, *(other for other in lightning["same"] | lightning["absent"] if other != group)]
+    use = next((use for each in groups if (use := _use_of_lightning(each, name)) is not None), None)
+    if use == f"from {module} import {name}":  # it is not there yet
+        use = None
+    if module in ("trainkit.utils", "trainkit.state") or use is None:
+        use = advice("trainkit", name) or use
+    return use
+
+
+def home_of(module: str, name: str) -> str | None:
+    """The module of ours with a name that Lightning has in this module; `None` if it is elsewhere, or not here.
+
+    Args:
+        module: A module of Lightning, with `trainkit` instead of `lightning.pytorch`.
+        name: The name.
+    """
+    homes = table("lightning")["same"].get(_group(module), {})
+    home: str | None = table("lightning")["fabric"].get(name)
+    return next((home for home, names in homes.items() if name in names), home)
+
+
+def _group(module: str) -> str:
+    return module.removeprefix("trainkit").removeprefix(".").removeprefix("fabric.").partition(".")[0]
+
+
+def _use_of_lightning(group: str, name: str) -> str | None:
+    home = home_of(f"trainkit.{group}", name)
+    if home is not None:
+        return f"from {home} import {name}"
+    lightning = table("lightning")
+    use: str | None = {**lightning["absent"].get(group, {}), **lightning["renamed"].get(group, {})}.get(name)
+    return use
