@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
+from trainkit.callbacks._summary import Summary, columns_as_text
 from trainkit.checks import whole_number
 from trainkit.console import echo, notice
 from trainkit.errors import UnknownNameError, nearest
-from trainkit.utilities.summary import Summary, columns_as_text
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

@@ -6,10 +6,10 @@ import importlib.util
 from contextlib import nullcontext
 from typing import Any
 
+from trainkit.callbacks._summary import table_rows, total_lines
 from trainkit.callbacks.model_summary import ModelSummary
 from trainkit.console import echo
 from trainkit.errors import missing_package
-from trainkit.utilities.summary import table_rows, total_lines
 
 __all__ = ["RichModelSummary"]
 

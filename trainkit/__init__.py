@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import trainkit.launch  # noqa: F401 - before a script goes to another folder
 from trainkit._version import __version__
 from trainkit.names import absent, submodule
-from trainkit.names.import_paths import LightningModules, PytorchAlias
+from trainkit.names.import_paths import Aliases, LightningModules
 
 if TYPE_CHECKING:
     from trainkit import checkpoint as checkpoint
@@ -43,10 +43,7 @@ if TYPE_CHECKING:
     from trainkit.rng import seed_everything
     from trainkit.strategy import Strategy
     from trainkit.trainer.trainer import Trainer
-    from trainkit.utils.basic_config import write_basic_config
-    from trainkit.utils.memory import find_executable_batch_size
-    from trainkit.utils.modeling import load_checkpoint_in_model
-    from trainkit.utils.seeding import set_seed
+    from trainkit.utils import find_executable_batch_size, load_checkpoint_in_model, set_seed, write_basic_config
 
 __all__ = [
     "Accelerator",
@@ -109,17 +106,17 @@ _PLACES = {
     "Strategy": "trainkit.strategy",
     "TrainModule": "trainkit.module.train_module",
     "Trainer": "trainkit.trainer.trainer",
-    "find_executable_batch_size": "trainkit.utils.memory",
-    "load_checkpoint_in_model": "trainkit.utils.modeling",
+    "find_executable_batch_size": "trainkit.utils",
+    "load_checkpoint_in_model": "trainkit.utils",
     "notebook_launcher": "trainkit.launch.notebook",
     "seed_everything": "trainkit.rng",
-    "set_seed": "trainkit.utils.seeding",
+    "set_seed": "trainkit.utils",
     "skip_first_batches": "trainkit.accelerator.skipping",
-    "write_basic_config": "trainkit.utils.basic_config",
+    "write_basic_config": "trainkit.utils",
 }
 
 sys.meta_path.append(LightningModules())
-sys.meta_path.insert(0, PytorchAlias())
+sys.meta_path.insert(0, Aliases())
 
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line
     import_module("trainkit.launch.starting").watch_cuda()

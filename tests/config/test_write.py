@@ -12,7 +12,7 @@ import torch
 from trainkit.config.settings import Settings
 from trainkit.config.settings_file import read_settings, write_settings
 from trainkit.errors import ConfigurationError
-from trainkit.utils.basic_config import write_basic_config
+from trainkit.utils import write_basic_config
 
 SETTINGS = Settings(
     {"distributed_type": "DEEPSPEED", "num_processes": 2, "gradient_accumulation_steps": 4, "main_process_ip": "knöten"},
@@ -80,7 +80,7 @@ def test_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_processes": 1,
         "use_cpu": True,
     }
-    monkeypatch.setattr("trainkit.utils.basic_config.tpu_is_chosen", lambda: True)
+    monkeypatch.setattr("trainkit.compat.accelerate_names.basic_config.tpu_is_chosen", lambda: True)
     assert read_settings(write_basic_config(save_location="tpu.yaml")).get("distributed_type") == "XLA"
 
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from trainkit.utils import available
+from trainkit.compat.accelerate_names import available
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,7 +170,7 @@ def test_device_maps_that_are_refused(device_map: Any, kind: type[Exception], sa
 
 
 def test_tied_tensors_on_two_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.utils.placing.find_device", torch.device)  # as if there were a GPU
+    monkeypatch.setattr("trainkit.compat.accelerate_names.modeling.find_device", torch.device)  # as if there were a GPU
     with pytest.raises(ConfigurationError, match=r"'embedding.weight' and 'head.weight' are one tensor.*to cpu and cuda:0"):
         load_checkpoint_in_model(net(), folder, device_map={"": 0, "embedding": "cpu"})
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainkit.rng import resolve_seed
-from trainkit.utils.seeding import set_seed
+from trainkit.utils import set_seed
 
 LAST = (1 << 64) - 1
 

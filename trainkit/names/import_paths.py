@@ -1,4 +1,4 @@
-"""Finders of modules that are not files of trainkit: those of Lightning, and everything below `trainkit.pytorch`."""
+"""Finders of modules that are not files of trainkit: those of Lightning, and other paths of modules that are."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from trainkit.names import absent, home_of, submodule, table
 
-__all__ = ["LightningModules", "PytorchAlias"]
+__all__ = ["Aliases", "LightningModules"]
 
 
 class LightningModules(MetaPathFinder, Loader):
@@ -50,27 +50,40 @@ class LightningModules(MetaPathFinder, Loader):
         vars(module)["__getattr__"] = get
 
 
-class PytorchAlias(MetaPathFinder, Loader):
-    """Makes `trainkit.pytorch` the same module as `trainkit`, and so on below: after a search and replace of `lightning`.
+# Modules whose names moved to their package, for `from trainkit.utils.operations import gather`.
+_MOVED = {
+    f"{package}.{module}": package
+    for package, modules in {
+        "trainkit.utilities": "apply_func grads seed throughput",
+        "trainkit.utils": "available basic_config choices main_process_tqdm memory modeling models objects operations seeding",
+    }.items()
+    for module in modules.split()
+}
 
-    Python asks this finder first: otherwise it would load the files a second time.
+
+class Aliases(MetaPathFinder, Loader):
+    """Makes a path the same module as another one: those in `_MOVED`, and `trainkit.pytorch`, which is `trainkit`.
+
+    With the latter a search and replace of `lightning` by `trainkit` is enough. Python asks this finder first: otherwise it
+    would load the files below `trainkit.pytorch` a second time.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module, if its name begins with `trainkit.pytorch` and it exists without that."""
-        if not fullname.startswith("trainkit.pytorch") or find_spec(_without_pytorch(fullname)) is None:
-            return None
-        return ModuleSpec(fullname, self)
+        """The module, if it is an alias of one that exists."""
+        other = _other_name(fullname)
+        return None if other == fullname or find_spec(other) is None else ModuleSpec(fullname, self)
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Python creates a module, which `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Put the module of trainkit in its place."""
-        sys.modules[module.__name__] = import_module(_without_pytorch(module.__name__))
+        sys.modules[module.__name__] = import_module(_other_name(module.__name__))
 
 
-def _without_pytorch(module: str) -> str:
-    return ".".join(["trainkit", *module.split(".")[2:]])
+def _other_name(module: str) -> str:
+    if module == "trainkit.pytorch" or module.startswith("trainkit.pytorch."):
+        return ".".join(["trainkit", *module.split(".")[2:]])
+    return _MOVED.get(module, module)

@@ -12,7 +12,7 @@ from trainkit.console import notice
 from trainkit.data.combined import batch_size_of
 from trainkit.errors import ConfigurationError, ProcessFailedError
 from trainkit.tuner.attributes import FoundAttribute, find_attribute
-from trainkit.utils.memory import is_out_of_memory, release_memory
+from trainkit.tuner.executable_batch_size import is_out_of_memory, release_memory
 
 if TYPE_CHECKING:
     from trainkit.module.data_module import DataModule

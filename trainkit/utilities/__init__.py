@@ -5,25 +5,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from trainkit.compat.lightning_names.helpers import grad_norm, isolate_rng, measure_flops, move_data_to_device
+from trainkit.compat.lightning_names.main_process import (
+    rank_prefixed_message,
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from trainkit.data.combined import CombinedLoader
+from trainkit.module.hparams import AttributeDict, HyperparametersMixin
 from trainkit.names import lazily
-
-if TYPE_CHECKING:
-    from trainkit.data.combined import CombinedLoader
-    from trainkit.module.hparams import AttributeDict, HyperparametersMixin
-    from trainkit.utilities.apply_func import move_data_to_device
-    from trainkit.utilities.grads import grad_norm
-    from trainkit.utilities.rank_zero import (
-        rank_prefixed_message,
-        rank_zero_debug,
-        rank_zero_deprecation,
-        rank_zero_info,
-        rank_zero_only,
-        rank_zero_warn,
-    )
-    from trainkit.utilities.seed import isolate_rng, seed_everything
-    from trainkit.utilities.throughput import measure_flops
+from trainkit.rng import seed_everything
 
 __all__ = [
     "AttributeDict",
@@ -42,21 +36,4 @@ __all__ = [
     "seed_everything",
 ]
 
-_FILES = {
-    "AttributeDict": ".module.hparams",
-    "CombinedLoader": ".data.combined",
-    "HyperparametersMixin": ".module.hparams",
-    "grad_norm": "grads",
-    "isolate_rng": "seed",
-    "measure_flops": "throughput",
-    "move_data_to_device": "apply_func",
-    "rank_prefixed_message": "rank_zero",
-    "rank_zero_debug": "rank_zero",
-    "rank_zero_deprecation": "rank_zero",
-    "rank_zero_info": "rank_zero",
-    "rank_zero_only": "rank_zero",
-    "rank_zero_warn": "rank_zero",
-    "seed_everything": "seed",
-}
-
-__getattr__, __dir__ = lazily(globals(), _FILES)
+__getattr__, __dir__ = lazily(globals(), dict.fromkeys(__all__, ""))

@@ -4,17 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainkit.compat.lightning_names.helpers import LightningDeprecationWarning, PossibleUserWarning
 from trainkit.names import absent
 
 __all__ = ["LightningDeprecationWarning", "PossibleUserWarning"]
-
-
-class PossibleUserWarning(UserWarning):
-    """Lightning's class of hints that may not apply. trainkit prints its hints once, and does not warn with this class."""
-
-
-class LightningDeprecationWarning(DeprecationWarning):
-    """Lightning's class for its own deprecated names. trainkit does not warn with it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,23 +1,26 @@
-"""`load_checkpoint_in_model`: load weights from a folder or file into a model."""
+"""`load_checkpoint_in_model`: load weights from a folder or file into a model; and its model without wrappers."""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.accelerator.current import strategy_of
+from trainkit.accelerator.wrapped import Wrapped, unwrapped
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
+from trainkit.checks import is_whole
 from trainkit.console import counted, notice, warn
+from trainkit.distributed.device import find_device
 from trainkit.distributed.parameter_placement import is_dtensor
 from trainkit.errors import (
     CheckpointError,
@@ -35,15 +38,15 @@ from trainkit.state.model import ModelState, clean_names, plan_model
 from trainkit.state.parts import model_stems
 from trainkit.state.single_file import read_tensors
 from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
-from trainkit.utils.models import extract_model_from_parallel
-from trainkit.utils.placing import entries, place, tensor_devices
 
-__all__ = ["load_checkpoint_in_model"]
+__all__ = ["extract_model_from_parallel", "is_compiled_module", "load_checkpoint_in_model"]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = ".safetensors.index.json"
 _PICKLES = (".bin", ".bin.index.json", ".ckpt", ".pkl", ".pt", ".pth")
 _SHOWN = 5
+_DEVICES = "'cpu', 'cuda:0' or the number of a GPU"
+_AROUND = (Wrapped, nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 def load_checkpoint_in_model(
@@ -108,7 +111,7 @@ def load_checkpoint_in_model(
             "accelerator.load_state(folder, restore={'model'})"
         )
     sharded, load_sharded = _sharded(inner, {"device_map": device_map, "dtype": dtype})
-    devices = tensor_devices(device_map, inner)
+    devices = _tensor_devices(device_map, inner)
     what = str(checkpoint)
     state = _read(Path(checkpoint))
     sources = state.tensors.keys() | state.aliases.keys()
@@ -117,18 +120,18 @@ def load_checkpoint_in_model(
             f"{what} has no tensor with a name of {type(inner).__name__}: the file has {_some(sources)}, and the model has "
             f"{_some(clean_names(inner).values())}. Nothing was changed. Load it into a model of the same class."
         )
-    names = cleaned(inner, [name for _, _, name, _ in entries(inner)])
+    names = cleaned(inner, [name for _, _, name, _ in _entries(inner)])
 
     def dtype_of(name: str) -> torch.dtype | None:
         kept = any(key == names[name] or f"{key}." in names[name] for key in keep_in_fp32_modules or ())
         return torch.float32 if target is not None and kept else target
 
     with _restored_on_error(inner):
-        place(inner, devices, dtype_of, {name for name, clean in names.items() if clean in sources})
+        _place(inner, devices, dtype_of, {name for name, clean in names.items() if clean in sources})
         said = plan_model(inner, state, strict=strict, what=what, placeholders=sharded, take=load_sharded)()
     for text in said:
         notice(text)
-    left = [name for _, _, name, tensor in entries(inner) if tensor.is_meta]
+    left = [name for _, _, name, tensor in _entries(inner) if tensor.is_meta]
     if left:
         warn(
             f"{what}: {counted(len(left), 'tensor of the model is', 'tensors of the model are')} still on the meta device, "
@@ -163,7 +166,7 @@ def _sharded(
 
 @contextmanager
 def _restored_on_error(model: nn.Module) -> Iterator[None]:
-    before = [(module, name, tensor, tensor.data) for module, name, _, tensor in entries(model) if not is_lazy(tensor)]
+    before = [(module, name, tensor, tensor.data) for module, name, _, tensor in _entries(model) if not is_lazy(tensor)]
     try:
         yield
     except BaseException:
@@ -298,3 +301,159 @@ def _read_checkpoint(path: Path) -> ModelState:
 def _some(names: Collection[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:_SHOWN]) + (f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else "")
+
+
+# ------------------------------------------------------------------------------------------------ devices and dtypes
+
+
+def _tensor_devices(device_map: Any, model: nn.Module) -> dict[str, torch.device]:
+    """The device of each tensor of a model, by name; empty if tensors stay where they are.
+
+    Args:
+        device_map: Name of a module, parameter or buffer → device; `""` is the whole model. The longest name counts.
+        model: The model.
+
+    Raises:
+        UnknownNameError: A name that the model does not have.
+        UnsupportedArgumentError: An automatic map, or a disk.
+        ConfigurationError: An unknown device, a tensor without a device, or tied tensors with two.
+    """
+    if device_map is None:
+        return {}
+    if isinstance(device_map, str):
+        raise UnsupportedArgumentError(
+            f"load_checkpoint_in_model(device_map={device_map!r}): models are not split automatically. Name the device: "
+            "device_map={'': 'cuda:0'}; to train a model that is larger than one device: Accelerator(strategy='zero3')"
+        )
+    if not isinstance(device_map, Mapping):
+        raise ConfigurationError(f"device_map must be a dict of names to devices, such as {{'': 'cpu'}}, not {device_map!r}.")
+    known = {name for name, _ in model.named_modules()} | {name for _, _, name, _ in _entries(model)}
+    for name in device_map:
+        if name not in known:
+            raise UnknownNameError(f"device_map: {type(model).__name__} has no {name!r}.{nearest(str(name), known)}")
+    devices = {name: _device(name, device) for name, device in device_map.items()}
+    found: dict[str, torch.device] = {}
+    first: dict[int, tuple[str, torch.device]] = {}
+    for _, _, name, tensor in _entries(model):
+        part = name
+        while part and part not in devices:
+            part = part.rpartition(".")[0]
+        if part not in devices:
+            raise ConfigurationError(f"device_map has no device for {name!r}. Name a module that contains it, or '' for all.")
+        found[name] = devices[part]
+        other, device = first.setdefault(id(tensor), (name, found[name]))
+        if device != found[name]:
+            raise ConfigurationError(
+                f"device_map: {other!r} and {name!r} are one tensor, but are assigned to {device} and {found[name]}. Assign "
+                "both to the same device."
+            )
+    return found
+
+
+def _device(name: str, device: Any) -> torch.device:
+    if device == "disk":
+        raise UnsupportedArgumentError(
+            f"device_map={{{name!r}: 'disk'}}: weights are not offloaded here. Use a device, {_DEVICES}; to train with "
+            "parameters on a disk: ZeROStrategy(stage=3, offload_params='nvme', nvme_path=...)"
+        )
+    if not (is_whole(device) or isinstance(device, str | torch.device)):
+        raise ConfigurationError(f"device_map={{{name!r}: {device!r}}}: expected a device, {_DEVICES}.")
+    if device == "auto":
+        raise UnsupportedArgumentError(f"device_map={{{name!r}: 'auto'}}: name the device, {_DEVICES}.")
+    return find_device(f"cuda:{device}" if isinstance(device, int) else device)
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
+    """Every parameter and buffer: its module, its name there, its name in the model, the tensor. Tied ones occur repeatedly."""
+    for path, module in model.named_modules(remove_duplicate=False):
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in (*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)):
+            yield module, name, f"{path}.{name}" if path else name, tensor
+
+
+def _place(
+    model: nn.Module,
+    devices: Mapping[str, torch.device],
+    dtype_of: Callable[[str], torch.dtype | None],
+    filled: Collection[str],
+) -> None:
+    """Move tensors of a model to other devices and dtypes. Parameters with values stay the same objects.
+
+    Args:
+        model: The model.
+        devices: Name → device; a tensor without a device stays where it is.
+        dtype_of: Name → dtype; `None`: unchanged.
+        filled: Names of the tensors that are loaded next: those on the meta device among them are allocated.
+    """
+    places: dict[int, tuple[Tensor, list[tuple[nn.Module, str, str]]]] = {}
+    for module, own_name, name, tensor in _entries(model):
+        places.setdefault(id(tensor), (tensor, []))[1].append((module, own_name, name))
+    for tensor, held in places.values():
+        new = _moved(tensor, [name for _, _, name in held], devices, dtype_of, filled)
+        if new is not None:
+            _replace(tensor, new, held)
+
+
+def _moved(
+    tensor: Tensor,
+    names: Sequence[str],
+    devices: Mapping[str, torch.device],
+    dtype_of: Callable[[str], torch.dtype | None],
+    filled: Collection[str],
+) -> Tensor | None:
+    """A tensor on its new device and in its new dtype; `None` if neither changes."""
+    is_filled = any(name in filled for name in names)
+    here = torch.device("cpu") if tensor.is_meta else tensor.device
+    device, dtype = devices.get(names[0], here), tensor.dtype
+    if is_filled and (tensor.is_floating_point() or tensor.is_complex()):
+        dtype = next((found for name in names if (found := dtype_of(name)) is not None), dtype)
+    if is_lazy(tensor) or (tensor.is_meta and not is_filled) or (device, dtype) == (tensor.device, tensor.dtype):
+        return None
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=device, dtype=dtype)
+    return tensor.detach().to(device, dtype)
+
+
+def _replace(old: Tensor, new: Tensor, places: list[tuple[nn.Module, str, str]]) -> None:
+    if isinstance(old, nn.Parameter) and not old.is_meta:
+        old.data = new
+        return
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+        vars(new).update(vars(old))
+    for module, name, _ in places:
+        setattr(module, name, new)
+
+
+# ------------------------------------------------------------------------------------------------ wrappers
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False, recursive: bool = False
+) -> nn.Module:
+    """Return a user's model, without the wrappers of `Accelerator.prepare`, DDP and `torch.compile`.
+
+    Args:
+        model: A model, wrapped or not.
+        keep_fp32_wrapper: No effect: the user's own model is not changed.
+        keep_torch_compile: As in `Accelerator.unwrap_model`.
+        recursive: Only `False`.
+
+    Raises:
+        UnsupportedArgumentError: `recursive=True`.
+    """
+    if recursive:
+        raise UnsupportedArgumentError(
+            "extract_model_from_parallel(recursive=True) is not supported: prepare wraps whole models. Remove it."
+        )
+    return unwrapped(model, _inside, keep_torch_compile)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    inner: Any = model.module if isinstance(model, _AROUND) else getattr(model, "_orig_mod", model)
+    return cast(nn.Module, inner)
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether `torch.compile` returned this module."""
+    return isinstance(module, torch._dynamo.OptimizedModule)
