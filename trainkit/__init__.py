@@ -35,11 +35,10 @@ if TYPE_CHECKING:
         ProjectConfiguration,
     )
     from trainkit.data.combined import CombinedLoader
-    from trainkit.float8_precision import Float8Precision
     from trainkit.launch.notebook import notebook_launcher
     from trainkit.module.data_module import DataModule, LightningDataModule
     from trainkit.module.train_module import LightningModule, TrainModule
-    from trainkit.precision import Precision
+    from trainkit.precision import Float8Precision, Precision
     from trainkit.rng import seed_everything
     from trainkit.strategy import Strategy
     from trainkit.trainer.trainer import Trainer
@@ -98,7 +97,7 @@ _PLACES = {
     "InitProcessGroupKwargs": "trainkit.config.kwargs_handlers",
     "LightningDataModule": "trainkit.module.data_module",
     "LightningModule": "trainkit.module.train_module",
-    "Float8Precision": "trainkit.float8_precision",
+    "Float8Precision": "trainkit.precision",
     "ParallelismConfig": "trainkit.config.fsdp_plugin",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.checks import KnownKeywords
 from trainkit.errors import HookError
-from trainkit.keywords import KnownKeywords
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

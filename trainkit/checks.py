@@ -1,18 +1,19 @@
-"""Checks of arguments: integers, numbers, one of several values, functions.
+"""Checks of arguments: integers, numbers, one of several values, functions, and the names of keywords.
 
 `name` is the argument as in messages: `max_epochs`, or with its class `EarlyStopping(patience=)`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Literal, TypeGuard, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
 
-from trainkit.errors import ConfigurationError, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
-__all__ = ["choice", "function", "is_number", "is_whole", "real_number", "whole_number"]
+__all__ = ["KnownKeywords", "choice", "function", "is_number", "is_whole", "real_number", "whole_number"]
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -134,3 +135,31 @@ def function(value: Any, name: str, example: str) -> Any:
 
 def _as_code(name: str, value: Any) -> str:
     return f"{name[:-1]}{value})" if name.endswith("=)") else f"{name}={value}"
+
+
+class KnownKeywords:
+    """Raises an error with the nearest name for a keyword that `__init__` of a trainkit class does not accept."""
+
+    if not TYPE_CHECKING:  # for a type checker the arguments are those of __init__
+
+        def __new__(cls, *args, **kwargs):
+            if args or kwargs:
+                _check_keywords(cls, kwargs)
+            return super().__new__(cls)
+
+
+def _check_keywords(kind: type, keywords: dict[str, Any]) -> None:
+    init: Any = inspect.getattr_static(kind, "__init__")
+    if init is object.__init__:  # Python does not check this where there is a __new__
+        raise TypeError(f"{kind.__name__}() takes no arguments")
+    if not keywords or not getattr(init, "__module__", "").startswith("trainkit."):
+        return
+    parameters = list(inspect.signature(init).parameters.values())[1:]
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [parameter.name for parameter in parameters]
+    for name in keywords:
+        if name not in known:
+            raise UnknownNameError(
+                f"{kind.__name__} has no argument {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
+            )

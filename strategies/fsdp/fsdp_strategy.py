@@ -20,13 +20,12 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator.wrapped import Wrapped
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.parameter_placement import refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.footprint import Contents, Footprint
 from trainkit.launch.joining import single_process_group
-from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.module.blocks import Choice
 from trainkit.names import refuse_unknown
 from trainkit.optim.gradient_norm import total_norm
@@ -40,6 +39,7 @@ from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.sharded_models import FSDPOptions, Meshes, ShardedModels
 from trainkit.strategies.fsdp.units import Wrap
+from trainkit.strategy import Contents, Footprint
 
 __all__ = ["FSDPStrategy"]
 

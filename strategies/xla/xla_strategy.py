@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, LossError
-from trainkit.footprint import Contents, Footprint
 from trainkit.metrics.values import TO_HOST
-from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, check_modules_match
 from trainkit.strategies._processes import duration
@@ -55,7 +54,7 @@ from trainkit.strategies.xla.xla_replicas import (
     shard_state,
     sharded_footprint,
 )
-from trainkit.strategy import Strategy
+from trainkit.strategy import Contents, Footprint, Strategy
 
 __all__ = ["Rate", "XLAStrategy", "steady_rates"]
 

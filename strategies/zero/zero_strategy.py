@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.optim.step_arguments import StepArguments
 from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision

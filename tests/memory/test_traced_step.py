@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.accelerator.compiled import CompiledModules
 from trainkit.config.compiling import Compilation
-from trainkit.footprint import Contents, Held, Weight, in_backward
 from trainkit.memory.report import MemoryPlan
 from trainkit.memory.traced_step import StepTraceError, activation_profile, step_flops
 from trainkit.module.activation_checkpointing import CheckpointingChoice, checkpoint_activations
+from trainkit.strategy import Contents, Held, Weight, in_backward
 
 Step = Callable[[Any, Tensor], Any]
 B, H, T, D = 4, 2, 32, 16  # batch, heads, tokens, width of a head

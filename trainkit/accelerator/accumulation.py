@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch
+from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
 
 __all__ = ["AccumulationState", "CallWindow", "Place", "Snapshot"]
 

@@ -15,8 +15,8 @@ from trainkit.accelerator.accumulation import AccumulationState, CallWindow, Pla
 from trainkit.accelerator.skipping import SkippedLoader
 from trainkit.console import warn, with_article
 from trainkit.data.combined import CombinedLoader, batch_size_of, is_plain_list
+from trainkit.data.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.errors import ConfigurationError
-from trainkit.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.nested import batch_size, copied
 
 if TYPE_CHECKING:

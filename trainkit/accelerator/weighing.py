@@ -6,10 +6,10 @@ from torch import Tensor
 
 from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.data.micro_batch import MicroBatchKind
 from trainkit.data.windows import checked_weight
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.micro_batch import MicroBatchKind
 from trainkit.strategy import Strategy
 
 __all__ = ["Weighing"]

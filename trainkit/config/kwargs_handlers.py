@@ -14,8 +14,8 @@ import torch
 from trainkit.checks import whole_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
-from trainkit.float8_precision import Float8Precision
 from trainkit.paths import disk_path
+from trainkit.precision import Float8Precision
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trainkit.console import with_article
+from trainkit.data.micro_batch import MicroBatch
 from trainkit.errors import DataError, ModuleError
-from trainkit.micro_batch import MicroBatch
 from trainkit.nested import batch_size, leaves, rebuild
 
 __all__ = ["SMALL", "BatchPadding", "concatenate", "concatenate_each", "concatenate_groups", "one_ahead", "pad", "to_device"]

@@ -14,12 +14,12 @@ from torch import Tensor
 from trainkit.console import counted, notice, warn
 from trainkit.data.batches import BatchPadding, concatenate, concatenate_each, concatenate_groups, to_device
 from trainkit.data.combined import CombinedLoader, batch_size_of
+from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.data.stream import CombinedStream, Stream, open_stream
 from trainkit.data.stream_sharder import Resumption
 from trainkit.data.windows import Window, WindowPart, collect_windows, plan_windows
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, StateMismatchError
-from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.nested import batch_size, copied, move
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 

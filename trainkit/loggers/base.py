@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trainkit.checks import KnownKeywords
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, TrainkitError
-from trainkit.keywords import KnownKeywords
 from trainkit.loggers.log_folder import (
     LogFolder,
     check_name,

@@ -11,9 +11,9 @@ import torch
 
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, TrainkitError
-from trainkit.footprint import Contents, Footprint, Held
 from trainkit.memory.inventory import parse_bytes
 from trainkit.registry import load_footprints
+from trainkit.strategy import Contents, Footprint, Held
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy

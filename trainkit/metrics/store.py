@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.data.micro_batch import NO_BATCH
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.metric_objects import LoaderStates, capture_objects, metric_objects, overlap, reset, restore_objects
@@ -35,7 +36,6 @@ from trainkit.metrics.sync import (
     groups,
 )
 from trainkit.metrics.values import alike, is_metric_object, one_number, read, weight_of
-from trainkit.micro_batch import NO_BATCH
 from trainkit.nested import batch_size as size_of
 
 __all__ = ["MetricResults", "MetricStore", "Scope", "as_tensors"]

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.errors import ConfigurationError
 from trainkit.metrics.store import Scope
-from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import map_tensors

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from trainkit.data.combined import CombinedLoader, training_source
 from trainkit.errors import MissingMethodError, ModuleError
-from trainkit.footprint import Contents
 from trainkit.memory.inventory import built_placeholder, contents_of
 from trainkit.memory.report import MemoryPlan, plan_contents
 from trainkit.memory.traced_step import StepTraceError, activation_profile, reasons
@@ -23,6 +22,7 @@ from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.rng import RandomState
+from trainkit.strategy import Contents
 from trainkit.trainer.states import TrainerFn
 
 if TYPE_CHECKING:

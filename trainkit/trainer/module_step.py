@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.data.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.errors import OptimizerError
-from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.prepared_optimizer import PreparedOptimizer

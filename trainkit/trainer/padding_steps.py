@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.console import notice
+from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.errors import DataError
 from trainkit.metrics.metric_objects import metric_objects, object_state, set_state
 from trainkit.metrics.store import MetricResults, MetricStore
-from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.nested import map_tensors
 
 if TYPE_CHECKING:

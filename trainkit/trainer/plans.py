@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from trainkit.data.loader import PreparedLoader
+from trainkit.data.micro_batch import MicroBatch
 from trainkit.errors import EmptyLoaderError
 from trainkit.metrics.store import MetricStore
-from trainkit.micro_batch import MicroBatch
 from trainkit.optim.optimizer_config import SchedulerConfig
 from trainkit.trainer.module_step import ModuleStep
 from trainkit.trainer.profiler import Profiler

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.console import warn
+from trainkit.data.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.metric_objects import count_updates
 from trainkit.metrics.store import Scope
-from trainkit.micro_batch import MicroBatch, MicroBatchKind
 from trainkit.module.monitors import not_logged, validation_hint
 from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from trainkit.errors import OptimizerError
-from trainkit.footprint import Contents, Footprint, Held
 from trainkit.memory.inventory import contents_of
 from trainkit.strategies import FSDPStrategy
+from trainkit.strategy import Contents, Footprint, Held
 from trainkit.trainer.memory_plan import contents_of_module
 
 

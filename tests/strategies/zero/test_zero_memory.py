@@ -12,9 +12,9 @@ from helpers.runs.trainers import make_trainer
 from helpers.zero.zero_cases import NVME, STAGES
 
 from trainkit.errors import OptimizerError
-from trainkit.footprint import Contents, Weight
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.zero_memory import ZeROMemory
+from trainkit.strategy import Contents, Weight
 from trainkit.trainer.memory_plan import contents_of_module
 
 
