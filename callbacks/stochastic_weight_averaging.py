@@ -15,8 +15,8 @@ from trainkit.callbacks._averaged_weights import AveragedWeights
 from trainkit.checks import choice, function, real_number, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError
-from trainkit.hooks.hook_checks import accepts
 from trainkit.metrics.metric_objects import capture_objects, restore_objects
+from trainkit.module.hook_checks import accepts
 from trainkit.optim.optimizer_config import SchedulerConfig
 from trainkit.optim.parameter_names import cleaned
 

@@ -22,7 +22,7 @@ import trainkit
 from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
-from trainkit.hooks.hook_names import HOOKS
+from trainkit.module.hook_names import HOOKS
 from trainkit.names import advice_by_place
 
 ADVICE = advice_by_place()

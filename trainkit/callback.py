@@ -1,7 +1,7 @@
 """`Callback`: the contract of what a user attaches to a `Trainer`.
 
 Hook names and arguments are Lightning's. A callback defines the hooks it needs; a hook that it does not define costs
-nothing, because `trainkit.hooks.table.HookTable` keeps only those that are overridden.
+nothing, because `trainkit.module.hook_table.HookTable` keeps only those that are overridden.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from trainkit.callback import Callback
 from trainkit.callbacks import LambdaCallback
 from trainkit.errors import ConfigurationError, HookError, UnknownNameError
-from trainkit.hooks.hook_checks import check_callback
-from trainkit.hooks.hook_names import HOOKS
+from trainkit.module.hook_checks import check_callback
+from trainkit.module.hook_names import HOOKS
 
 
 def test_an_unknown_hook_is_an_error_with_the_nearest_one() -> None:

@@ -30,8 +30,8 @@ from trainkit.errors import (
     OptimizerError,
     TrainkitError,
 )
-from trainkit.hooks.hook_names import REMOVED, WARNED
 from trainkit.loggers import CSVLogger
+from trainkit.module.hook_names import REMOVED, WARNED
 
 
 class Witness(Callback):

@@ -1,4 +1,4 @@
-"""What `training_step` may return, without a run. tests/hooks/test_hooks_refused.py tests the losses that a run rejects."""
+"""What `training_step` may return, without a run. tests/module/test_hooks_refused.py tests the losses that a run rejects."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callback import Callback
 from trainkit.console import with_article
 from trainkit.errors import ConfigurationError
-from trainkit.hooks.hook_checks import check_callback
+from trainkit.module.hook_checks import check_callback
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.registry import load_callback

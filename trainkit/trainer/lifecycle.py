@@ -27,10 +27,10 @@ from trainkit.errors import (
     Preempted,
     ProcessFailedError,
 )
-from trainkit.hooks.hook_checks import check_datamodule, check_module
-from trainkit.hooks.table import HookTable
 from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule
+from trainkit.module.hook_checks import check_datamodule, check_module
+from trainkit.module.hook_table import HookTable
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators

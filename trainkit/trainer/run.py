@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from trainkit.accelerator import Accelerator
 from trainkit.accelerator.compiled import CompiledModules
 from trainkit.errors import ConfigurationError, NotAvailableError
-from trainkit.hooks.table import HookTable
 from trainkit.loggers.logged_values import take_step
 from trainkit.metrics.store import MetricResults, MetricStore, as_tensors
 from trainkit.module.activation_checkpointing import (
@@ -23,6 +22,7 @@ from trainkit.module.activation_checkpointing import (
     refuse_checkpointing,
     refuse_eager_backend,
 )
+from trainkit.module.hook_table import HookTable
 from trainkit.module.overridable_hooks import ModuleHooks, is_overridden
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given

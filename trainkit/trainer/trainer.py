@@ -19,14 +19,14 @@ from trainkit.callback import Callback
 from trainkit.console import echo, notice
 from trainkit.data.combined import as_passed
 from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
-from trainkit.hooks.hook_checks import check_callback
-from trainkit.hooks.table import HookTable
 from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.loggers.run_files import utc_now
 from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
 from trainkit.module.data_module import DataModule
+from trainkit.module.hook_checks import check_callback
+from trainkit.module.hook_table import HookTable
 from trainkit.module.train_module import TrainModule
 from trainkit.names import advice, refuse_unknown
 from trainkit.nested import batch_size

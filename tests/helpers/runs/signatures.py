@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from trainkit.hooks.hook_names import HOOKS
+from trainkit.module.hook_names import HOOKS
 
 __all__ = ["Call", "documented", "public_calls", "unread"]
 

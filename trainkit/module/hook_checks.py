@@ -9,8 +9,8 @@ from typing import Any
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import HookError
-from trainkit.hooks.callers import called_by_itself, callers_elsewhere
-from trainkit.hooks.hook_names import DATA_METHODS, HOOKS, MODULE_METHODS, REMOVED, STATE_METHODS, STEPS, WARNED
+from trainkit.module.hook_callers import called_by_itself, callers_elsewhere
+from trainkit.module.hook_names import DATA_METHODS, HOOKS, MODULE_METHODS, REMOVED, STATE_METHODS, STEPS, WARNED
 from trainkit.module.overridable_hooks import is_overridden
 
 __all__ = ["accepts", "check_callback", "check_datamodule", "check_module", "check_names"]

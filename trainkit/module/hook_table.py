@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.errors import HookError
-from trainkit.hooks.hook_checks import accepts
-from trainkit.hooks.hook_names import HOOKS
+from trainkit.module.hook_checks import accepts
+from trainkit.module.hook_names import HOOKS
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 
