@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.callbacks._freezing import BATCH_NORMS
-from trainkit.callbacks.base_finetuning import BaseFinetuning
+from trainkit.callbacks.base_finetuning import BATCH_NORMS, BaseFinetuning
 from trainkit.checks import function, real_number, whole_number
 from trainkit.console import notice
 from trainkit.errors import ModuleError

@@ -10,16 +10,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._freezing import BATCH_NORMS, refuse_sharded_optimizer
 from trainkit.console import warn
-from trainkit.errors import MissingMethodError, OptimizerError
+from trainkit.errors import ConfigurationError, MissingMethodError, OptimizerError
 from trainkit.optim.parameter_names import cleaned
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["BaseFinetuning"]
+__all__ = ["BATCH_NORMS", "BaseFinetuning", "refuse_sharded_optimizer"]
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 Modules = nn.Module | Iterable[Any]
 
@@ -264,3 +265,18 @@ def _batch_norms(module: nn.Module) -> dict[str, Any]:
     """The BatchNorm layers by name."""
     found = {name: part for name, part in module.named_modules() if isinstance(part, BATCH_NORMS)}
     return {clean: found[name] for name, clean in cleaned(module, found).items()}
+
+
+def refuse_sharded_optimizer(trainer: Trainer, callback: Callback) -> None:
+    """Refuse a strategy that shards the optimizer state, before training.
+
+    Raises:
+        ConfigurationError: It does: what it has sharded cannot change during a run.
+    """
+    if trainer.strategy.shards_optimizer_state:
+        name = type(trainer.strategy).__name__
+        raise ConfigurationError(
+            f"{type(callback).__name__} changes which parameters are trained during the run, but {name} shards the optimizer "
+            "over the processes before training starts, so the trained parameters must stay the same. Use strategy='ddp'; or "
+            "make two runs, the second with other frozen layers: fit(module, loader, ckpt_path='last', restore={'model'})"
+        )

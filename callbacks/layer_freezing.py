@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._freezing import refuse_sharded_optimizer
+from trainkit.callbacks.base_finetuning import refuse_sharded_optimizer
 from trainkit.checks import choice, is_whole
 from trainkit.console import shortened
 from trainkit.errors import ConfigurationError, ModuleError, OptimizerError, nearest
