@@ -23,7 +23,7 @@ from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.registry import SINGLE, StrategyInfo
 
-__all__ = ["Contents", "Footprint", "Held", "Moment", "Strategy", "Weight", "in_backward", "unsharded"]
+__all__ = ["Contents", "Footprint", "Held", "StepMemory", "Strategy", "Weight", "in_backward", "unsharded"]
 
 
 class Strategy(Ranks):
@@ -511,7 +511,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Moment:
+class StepMemory:
     """The memory of a process at one moment of an optimizer step.
 
     Attributes:
@@ -539,7 +539,7 @@ class Footprint:
     """
 
     name: str
-    moments: Mapping[str, Moment]
+    moments: Mapping[str, StepMemory]
     checkpoint: int
     disk: int = 0
     shards_layers: bool = False
@@ -563,7 +563,7 @@ class Footprint:
 
 def in_backward(
     contents: Contents, held: Held, host: Held | None = None, *, shards: int = 1, waiting: int = 0, kept: bool = False
-) -> dict[str, Moment]:
+) -> dict[str, StepMemory]:
     """The moment `"backward"` of a footprint: the peak of the forward and backward of a micro-batch.
 
     Args:
@@ -587,7 +587,7 @@ def in_backward(
         moments.append((activations, sharded + min(so_far - so_far // shards, waiting)))
     activations, gradients = max(moments, key=sum)
     device = held + Held(gradients=gradients, activations=activations)
-    return {"backward": Moment(device, host or Held())}
+    return {"backward": StepMemory(device, host or Held())}
 
 
 def unsharded(name: str, contents: Contents) -> Footprint:
@@ -596,5 +596,5 @@ def unsharded(name: str, contents: Contents) -> Footprint:
     held = Held(parameters=sum(weight.nbytes for weight in contents.weights) + contents.buffers, optimizer=state)
     gradients = sum(weight.nbytes for weight in contents.trained)
     stored = gradients + state + contents.stored_bare  # gradients are as large as the trained parameters
-    moments = {"update": Moment(replace(held, gradients=gradients)), **in_backward(contents, held)}
+    moments = {"update": StepMemory(replace(held, gradients=gradients)), **in_backward(contents, held)}
     return Footprint(name, moments, checkpoint=stored)

@@ -22,14 +22,13 @@ from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError, nearest
-from trainkit.footprint import StepMemory
 from trainkit.nested import leaves
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, average_gradients, broadcast, check_modules_match, sparse_parameters
 from trainkit.strategies._processes import ProcessStrategy
 from trainkit.strategies.ddp.info import INFO
 from trainkit.strategies.ddp.replica import FixedDDP, PreparedModel, Replica, TrainingStep
-from trainkit.strategy import Contents, Footprint, Moment, in_backward
+from trainkit.strategy import Contents, Footprint, StepMemory, in_backward
 
 __all__ = ["DDPStrategy", "SyncedBatchNorms"]
 

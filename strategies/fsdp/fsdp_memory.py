@@ -19,10 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from trainkit.footprint import StepMemory
 from trainkit.strategies.fsdp.sharded_models import FSDPOptions, refuse_optimizer
 from trainkit.strategies.fsdp.units import choose_units, ignored_parameters
-from trainkit.strategy import Contents, Footprint, Held, Moment, Weight, in_backward, unsharded
+from trainkit.strategy import Contents, Footprint, Held, StepMemory, Weight, in_backward, unsharded
 
 __all__ = ["footprint"]
 

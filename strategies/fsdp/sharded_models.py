@@ -19,9 +19,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainkit.data.micro_batch import MicroBatch
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ConfigurationError, ModuleError, OptimizerError
-from trainkit.micro_batch import MicroBatch
 from trainkit.module.blocks import Choice
 from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
 from trainkit.precision import Precision, is_short

@@ -23,12 +23,12 @@ from trainkit.accelerator.wrapped import Wrapped
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
-from trainkit.footprint import Contents, Footprint, Held, StepMemory, in_backward
 from trainkit.launch.environment import REPLICA, place_in_slice
 from trainkit.launch.joining import join
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategies.xla.runtime import choose_runtime, import_torch_xla
 from trainkit.strategies.xla.threads import ThreadWorld, replica_scheduler
+from trainkit.strategy import Contents, Footprint, Held, StepMemory, in_backward
 
 __all__ = [
     "Replicas",

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.wrapped import Wrapped
+from trainkit.data.micro_batch import MicroBatch
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ConfigurationError, LossError, ModuleError, OptimizerError
-from trainkit.micro_batch import MicroBatch
 from trainkit.precision import Precision
 from trainkit.strategies.zero.deepspeed_api import Session, quiet
 from trainkit.strategies.zero.nvme import InMemory, Shard, disk_checks, gradient_partition, swapping

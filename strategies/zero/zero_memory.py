@@ -18,10 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from trainkit.footprint import StepMemory
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
 from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
-from trainkit.strategy import Contents, Footprint, Held, Moment, Weight, in_backward
+from trainkit.strategy import Contents, Footprint, Held, StepMemory, Weight, in_backward
 
 if TYPE_CHECKING:
     from trainkit.strategies.zero.zero_strategy import ZeROStrategy

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from trainkit.accelerator.accumulation import AccumulationState
-from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind, WindowEntry
+from trainkit.data.micro_batch import WindowEntry
+from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 
 
 def own(size: int) -> tuple[AccumulationState, list[MicroBatch]]:

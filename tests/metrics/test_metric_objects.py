@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
-from trainkit.metrics.metric_objects import compact, computed, states_of
+from trainkit.metrics.metric_objects import compact, compute_over_ranks, states_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Metric `"),
@@ -258,11 +258,11 @@ def test_an_object_continues_with_what_it_had() -> None:
     other.update(torch.full((2,), 3.0), torch.zeros(2))
     told = [states_of(mine), states_of(other), states_of(torchmetrics.MeanSquaredError())]
     assert told[2] == {}
-    assert computed("mse", mine, told) == 5.0
+    assert compute_over_ranks("mse", mine, told) == 5.0
     assert mine.compute() == 1.0
     assert mine._to_sync
     assert mine.update_count == 1
-    assert computed("mse", torchmetrics.MeanSquaredError(), told) == 5.0
+    assert compute_over_ranks("mse", torchmetrics.MeanSquaredError(), told) == 5.0
 
 
 @pytest.mark.parametrize("reduction", ["mean", "max", "min", "sum"])
@@ -283,7 +283,7 @@ def test_a_process_without_an_update_does_not_count(reduction: str) -> None:
         for metric, value in zip(objects, values, strict=True):
             if value is not None:
                 metric.update(value)
-        return float(computed("x", objects[0], [states_of(metric) for metric in objects]))
+        return float(compute_over_ranks("x", objects[0], [states_of(metric) for metric in objects]))
 
     combine = {"mean": lambda given: sum(given) / len(given), "max": max, "min": min, "sum": sum}[reduction]
     for values in ((None, -2.0), (3.0, None), (3.0, 5.0), (None, 3.0, -4.0)):

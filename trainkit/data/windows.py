@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
+from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
-from trainkit.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind, WindowEntry
 
 __all__ = ["Window", "WindowPart", "checked_weight", "collect_windows", "plan_windows"]
 

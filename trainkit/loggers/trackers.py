@@ -32,9 +32,9 @@ def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
 def _is_main() -> bool:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank() == 0
-    from trainkit.launch.environment import read_place
+    from trainkit.launch.environment import read_ranks
 
-    place = read_place(os.environ)
+    place = read_ranks(os.environ)
     return place is None or place.rank == 0
 
 

@@ -20,8 +20,8 @@ from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checks import is_whole
 from trainkit.console import counted, notice, warn
-from trainkit.distributed.device import find_device
 from trainkit.distributed.parameter_placement import is_dtensor
+from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -17,8 +17,8 @@ from trainkit.checks import is_whole
 from trainkit.console import prints_here, with_article
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.launch.joining import joined
-from trainkit.launch.tpu import runtime_is_loaded
+from trainkit.launch.environment import runtime_is_loaded
+from trainkit.launch.joining import joined_world
 from trainkit.nested import move
 from trainkit.rng import seed_everything, seed_process
 
@@ -185,7 +185,7 @@ def _world(verb: str) -> World:
     """The world, once all ranks have called the function."""
     if runtime_is_loaded():
         raise UnsupportedArgumentError(f"{verb} is not supported on XLA. Exchange tensors: accelerator.gather(tensor)")
-    world = joined()
+    world = joined_world()
     CollectiveChecks.of(world).wait(verb)
     return world
 
