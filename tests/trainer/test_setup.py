@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, HookError, MissingMethodError
 from trainkit.trainer.loaders import train_loader
-from trainkit.trainer.padding_steps import pad_alone
+from trainkit.trainer.module_steps import pad_alone
 from trainkit.trainer.plans import FitPlan
 from trainkit.trainer.run import Run
 from trainkit.trainer.safe_points import SafePoints

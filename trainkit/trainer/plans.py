@@ -13,7 +13,7 @@ from trainkit.data.micro_batch import MicroBatch
 from trainkit.errors import EmptyLoaderError
 from trainkit.metrics.store import MetricStore
 from trainkit.optim.optimizer_config import SchedulerConfig
-from trainkit.trainer.module_step import ModuleStep
+from trainkit.trainer.module_steps import ModuleStep
 from trainkit.trainer.profiler import Profiler
 
 if TYPE_CHECKING:

@@ -19,11 +19,16 @@ from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.optim.prepared_optimizer import clear_gradients
 from trainkit.strategy import Strategy
-from trainkit.trainer.batch_iterator import BatchIterator
 from trainkit.trainer.compiled_steps import step_function
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
-from trainkit.trainer.module_step import ModuleStep
-from trainkit.trainer.padding_steps import pad_alone, pad_manual_step, pad_training_step, pad_without_forward
+from trainkit.trainer.module_steps import (
+    BatchIterator,
+    ModuleStep,
+    pad_alone,
+    pad_manual_step,
+    pad_training_step,
+    pad_without_forward,
+)
 from trainkit.trainer.plans import EvaluationPlan, FitPlan
 
 if TYPE_CHECKING:

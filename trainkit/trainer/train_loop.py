@@ -27,10 +27,9 @@ from trainkit.metrics.store import Scope
 from trainkit.module.monitors import not_logged, validation_hint
 from trainkit.state.plug_ins import logger_states
 from trainkit.trainer.eval_loop import evaluate
-from trainkit.trainer.padding_steps import without_data
+from trainkit.trainer.module_steps import check_loss, detached, loss_in, without_data
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
 from trainkit.trainer.setup import refresh_validation, validate_every
-from trainkit.trainer.step_outputs import check_loss, detached, loss_in
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainkit.errors import LossError
-from trainkit.trainer.step_outputs import check_loss, detached, loss_in
+from trainkit.trainer.module_steps import check_loss, detached, loss_in
 
 
 def test_the_loss_in_a_dict() -> None:

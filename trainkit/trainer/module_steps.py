@@ -1,13 +1,10 @@
-"""The optimizer step at the end of a window, where the module overrides `optimizer_step` or its optimizer calls a closure.
-
-By then the loop has run the forward and backward passes of the window, so the first call of the closure returns a known loss.
-Each later call (sharpness-aware minimization, LBFGS) runs the micro-batches of the window again, with the same random numbers.
-"""
+"""The steps of a module as the loops call them: what they return, ranks without data, and the optimizer step of a window."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +12,177 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainkit.console import notice
 from trainkit.data.micro_batch import MicroBatch, MicroBatchKind
-from trainkit.errors import OptimizerError
+from trainkit.errors import DataError, LossError, OptimizerError
+from trainkit.metrics.saved_objects import metric_objects, object_state, set_state
+from trainkit.metrics.store import MetricResults, MetricStore
+from trainkit.micro_batch import NO_BATCH
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
+from trainkit.nested import map_tensors
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.rng import seed_generators
-from trainkit.trainer.padding_steps import without_effects
-from trainkit.trainer.step_outputs import loss_in
 
 if TYPE_CHECKING:
-    from trainkit.trainer.plans import FitPlan
+    from trainkit.trainer.plans import EvaluationPlan, FitPlan
     from trainkit.trainer.run import Run
 
-__all__ = ["ModuleStep"]
+__all__ = [
+    "BatchIterator",
+    "ModuleStep",
+    "check_loss",
+    "detached",
+    "loss_in",
+    "pad_alone",
+    "pad_evaluation",
+    "pad_manual_step",
+    "pad_training_step",
+    "pad_without_forward",
+    "without_data",
+    "without_effects",
+]
+
+
+def loss_in(outputs: Any) -> Tensor | None:
+    """The loss in the dict that `training_step` returned.
+
+    Raises:
+        LossError: it is not a dict with a loss.
+    """
+    if not isinstance(outputs, dict) or "loss" not in outputs:
+        raise LossError(
+            "training_step must return the mean loss (a scalar tensor), a dict with it under 'loss', or None; it returned "
+            f"{_describe(outputs)}."
+        )
+    loss = outputs["loss"]
+    if loss is not None and not isinstance(loss, Tensor):
+        raise LossError(f"training_step: outputs['loss'] must be a scalar tensor, not {_describe(loss)}.")
+    return loss
+
+
+def check_loss(loss: Tensor) -> None:
+    """Raise a `LossError` for a loss that cannot be trained on."""
+    if loss.numel() != 1:
+        raise LossError(
+            f"training_step must return a scalar loss, not a tensor of shape {tuple(loss.shape)}. Return its mean: "
+            "return loss.mean()"
+        )
+    if not loss.requires_grad:
+        raise LossError(
+            "the loss that training_step returned has no graph, so nothing can be trained. Do not use .item(), .detach() or "
+            "torch.no_grad() to compute it, and check that at least one parameter has requires_grad=True."
+        )
+
+
+def detached(outputs: Any) -> Any:
+    """What `on_train_batch_end` gets: the outputs as a dict, the loss without its graph."""
+    if isinstance(outputs, Tensor):
+        return {"loss": outputs.detach()}
+    if isinstance(outputs, dict) and isinstance(outputs.get("loss"), Tensor):
+        return {**outputs, "loss": outputs["loss"].detach()}
+    return outputs
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"a dict with the keys {sorted(map(str, value))}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+class BatchIterator:
+    """Yields the current batch once: `batch, batch_idx, dataloader_idx = next(dataloader_iter)`.
+
+    The loop has fetched it, so that hooks see the batch, and a checkpoint knows how many batches were used.
+
+    Args:
+        batch: On the device.
+        batch_idx: Its index in the epoch.
+        dataloader_idx: The index of its loader.
+
+    Raises:
+        DataError: A second batch is requested.
+    """
+
+    def __init__(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._item: tuple[Any, int, int] | None = (batch, batch_idx, dataloader_idx)
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._item is None:
+            raise DataError(
+                "next(dataloader_iter) was called twice in one step, but each step has one batch. Use a larger batch_size, or "
+                "Trainer(accumulate_grad_batches=2), which calls training_step for each batch."
+            )
+        item, self._item = self._item, None
+        return item
+
+
+@contextmanager
+def without_effects(run: Run, batch: Any) -> Iterator[None]:
+    """Within it logged values are dropped; afterwards buffers and torchmetrics objects have their values from before."""
+    outer = run.metrics
+    run.metrics = MetricStore(lambda metrics, for_step: None, MetricResults())
+    run.metrics.scope, run.metrics.batch = outer.scope, batch
+    before = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
+    objects = metric_objects(run.module).values()
+    states = [(metric, map_tensors(object_state(metric), torch.clone)) for metric in objects]  # which change in place
+    try:
+        yield
+    finally:
+        run.metrics = outer
+        for metric, state in states:
+            set_state(metric, state)
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def without_data(plan: FitPlan, micro: MicroBatch) -> MicroBatch:
+    """The micro-batch where the training loader yielded `None`: this rank has no data in it.
+
+    Raises:
+        DataError: the other ranks wait in the training step.
+    """
+    if plan.several and plan.loader.pads:
+        raise DataError(
+            "the training loader yielded None instead of a batch. With several processes, manual optimization and strategies "
+            "that shard parameters need a batch in every step. Return a usable one from the collate_fn, for example: "
+            "return default_collate(kept or [fallback_sample])"
+        )
+    notice("the training loader yielded None instead of a batch. Such batches are skipped.", everywhere=True)
+    return micro._replace(batch=NO_BATCH, kind=MicroBatchKind.NONE, share=0.0)
+
+
+def pad_alone(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+    """Do nothing: there are no other ranks."""
+
+
+def pad_without_forward(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+    """Contribute zero gradients, for a strategy that can average gradients without a forward."""
+    plan.backward(None)
+
+
+def pad_manual_step(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+    """Run the training step: under manual optimization only the module's code knows the collectives of a step."""
+    with without_effects(run, batch):
+        plan.training_step(batch, batch_idx)
+
+
+def pad_training_step(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+    """Run the training step with zero gradients, for a strategy whose forward has collectives."""
+    with without_effects(run, batch):
+        outputs = plan.training_step(batch, batch_idx)
+        plan.backward(outputs["loss"] if isinstance(outputs, dict) else outputs)
+
+
+def pad_evaluation(run: Run, plan: EvaluationPlan, batch: Any, batch_idx: int, index: int) -> None:
+    """Run the step of an evaluation and drop its outputs."""
+    with without_effects(run, batch):
+        plan.step(batch, batch_idx, index)
+
 
 Closure = Callable[[], Any]
 _SKIP, _COMPUTE, _STEP = range(3)  # what a rank does next in `optimizer_step`
@@ -48,7 +202,11 @@ class _Recorded:
 
 
 class ModuleStep:
-    """Runs the optimizer step of a window through the module's `optimizer_step`.
+    """Runs the optimizer step of a window where the module overrides `optimizer_step` or its optimizer calls a closure.
+
+    By then the loop has run the forward and backward passes of the window, so the first call of the closure returns a known
+    loss. Each later call (sharpness-aware minimization, LBFGS) runs the micro-batches of the window again, with the same
+    random numbers.
 
     Args:
         run: the run.

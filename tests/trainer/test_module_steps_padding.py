@@ -19,7 +19,7 @@ from trainkit import Callback, Trainer
 from trainkit.console import TrainkitWarning
 from trainkit.errors import DataError
 from trainkit.metrics.store import MetricResults, MetricStore
-from trainkit.trainer.padding_steps import without_effects
+from trainkit.trainer.module_steps import without_effects
 
 UNUSABLE = (0, 3, 5, 6)  # of eight batches; the middle of a window, its start and its end
 USABLE = [index for index in range(8) if index not in UNUSABLE]
