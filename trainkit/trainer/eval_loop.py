@@ -20,8 +20,8 @@ from trainkit.metrics.store import Scope
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import map_tensors
-from trainkit.trainer.metric_notices import check_monitors
 from trainkit.trainer.module_steps import pad_evaluation
+from trainkit.trainer.notices import check_monitors
 from trainkit.trainer.setup import evaluation_plan
 
 if TYPE_CHECKING:

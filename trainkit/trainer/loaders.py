@@ -13,7 +13,7 @@ from trainkit.module.overridable_hooks import DataHooks, find_source, is_overrid
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 from trainkit.trainer.arguments import limited
-from trainkit.trainer.mode_notices import notice_few_workers, notice_iterator, notice_overfitting, warn_shuffled
+from trainkit.trainer.notices import notice_few_workers, notice_iterator, notice_overfitting, warn_shuffled
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run

@@ -27,7 +27,7 @@ from trainkit.module.overridable_hooks import ModuleHooks, is_overridden
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.trainer.due import DueDates
-from trainkit.trainer.metric_notices import warn_shared_names
+from trainkit.trainer.notices import warn_shared_names
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.signals import Signals
 

@@ -47,8 +47,7 @@ from trainkit.trainer.from_config import attribute_errors, with_settings
 from trainkit.trainer.lifecycle import agree_on_signals, build_hooks, interruptible, refuse_evaluation, running, set_up
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.metric_notices import warn_of_modes, warn_rare_logs
-from trainkit.trainer.mode_notices import warn_eval_mode
+from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
 from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run

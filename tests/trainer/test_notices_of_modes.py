@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainkit import CombinedLoader
 from trainkit.console import TrainkitWarning
-from trainkit.trainer.mode_notices import notice_few_workers, warn_eval_mode
+from trainkit.trainer.notices import notice_few_workers, warn_eval_mode
 
 
 class Net(nn.Module):
