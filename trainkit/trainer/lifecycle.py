@@ -40,9 +40,9 @@ from trainkit.trainer.eval_loop import explain_inference_tensors
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.run import Run
+from trainkit.trainer.safe_points import Signals, requeue
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import refuse_incomplete
-from trainkit.trainer.signals import Signals, requeue
 from trainkit.trainer.states import TrainerFn
 from trainkit.trainer.torch_flags import torch_flags
 

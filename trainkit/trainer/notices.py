@@ -1,4 +1,4 @@
-"""Warnings about what is likely a mistake: misspelled or misread metrics, modules in eval mode, how loaders shuffle and fetch."""
+"""Warnings about what is likely a mistake: misspelled metrics, modules in eval mode, how loaders shuffle and fetch."""
 
 from __future__ import annotations
 

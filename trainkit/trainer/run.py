@@ -29,7 +29,7 @@ from trainkit.rng import resolve_seed, seed_was_given
 from trainkit.trainer.due import DueDates
 from trainkit.trainer.notices import warn_shared_names
 from trainkit.trainer.progress import RunProgress
-from trainkit.trainer.signals import Signals
+from trainkit.trainer.safe_points import Signals
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -10,8 +10,8 @@ import pytest
 
 from trainkit.console import set_printing
 from trainkit.errors import Preempted
-from trainkit.trainer import signals as module
-from trainkit.trainer.signals import Signals
+from trainkit.trainer import safe_points as module
+from trainkit.trainer.safe_points import Signals
 
 
 @pytest.fixture
