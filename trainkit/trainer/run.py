@@ -26,9 +26,8 @@ from trainkit.module.hook_table import HookTable
 from trainkit.module.overridable_hooks import ModuleHooks, is_overridden
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed, seed_was_given
-from trainkit.trainer.due import DueDates
 from trainkit.trainer.notices import warn_shared_names
-from trainkit.trainer.progress import RunProgress
+from trainkit.trainer.progress import DueDates, RunProgress
 from trainkit.trainer.safe_points import Signals
 
 if TYPE_CHECKING:

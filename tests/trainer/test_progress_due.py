@@ -11,8 +11,7 @@ from helpers.runs.trainers import make_trainer
 
 from trainkit import Callback
 from trainkit.trainer.arguments import TrainerArguments
-from trainkit.trainer.due import DueDates
-from trainkit.trainer.progress import RunProgress
+from trainkit.trainer.progress import DueDates, RunProgress
 
 DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(TrainerArguments.__dataclass_fields__),
