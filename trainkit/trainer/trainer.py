@@ -36,14 +36,19 @@ from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed
 from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
-from trainkit.trainer.argument_views import ArgumentView, assign_argument
-from trainkit.trainer.arguments import TrainerArguments, check_switches
+from trainkit.trainer.arguments import (
+    ArgumentView,
+    TrainerArguments,
+    assign_argument,
+    attribute_errors,
+    check_switches,
+    with_settings,
+)
 from trainkit.trainer.compiled_steps import requested_compilation
 from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
 from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import end_line, explain, folders_line, results_table
-from trainkit.trainer.from_config import attribute_errors, with_settings
 from trainkit.trainer.lifecycle import agree_on_signals, build_hooks, interruptible, refuse_evaluation, running, set_up
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan

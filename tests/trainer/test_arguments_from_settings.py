@@ -20,7 +20,7 @@ from trainkit.config.settings_file import check_settings, read_settings
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.strategy import Strategy
-from trainkit.trainer.from_config import with_settings
+from trainkit.trainer.arguments import with_settings
 
 OPEN = {
     "accelerator": "auto",
