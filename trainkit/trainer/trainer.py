@@ -45,11 +45,20 @@ from trainkit.trainer.arguments import (
     with_settings,
 )
 from trainkit.trainer.compiled_steps import requested_compilation
-from trainkit.trainer.defaults import attach_callbacks, attach_loggers, start_loggers
 from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import end_line, explain, folders_line, results_table
-from trainkit.trainer.lifecycle import agree_on_signals, build_hooks, interruptible, refuse_evaluation, running, set_up
+from trainkit.trainer.lifecycle import (
+    agree_on_signals,
+    attach_callbacks,
+    attach_loggers,
+    build_hooks,
+    interruptible,
+    refuse_evaluation,
+    running,
+    set_up,
+    start_loggers,
+)
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
