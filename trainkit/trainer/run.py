@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from trainkit.optim.prepared_optimizer import PreparedOptimizer
     from trainkit.strategy import Strategy
     from trainkit.trainer.arguments import TrainerArguments
+    from trainkit.trainer.explain import StartRecord
     from trainkit.trainer.find_checkpoint import FoundCheckpoint
     from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.save_policy import SavePolicy
-    from trainkit.trainer.start_record import StartRecord
 
 __all__ = ["Run"]
 

@@ -47,7 +47,7 @@ from trainkit.trainer.arguments import (
 from trainkit.trainer.compiled_steps import requested_compilation
 from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
-from trainkit.trainer.explain import end_line, explain, folders_line, results_table
+from trainkit.trainer.explain import StartRecord, end_line, explain, folders_line, results_table
 from trainkit.trainer.lifecycle import (
     agree_on_signals,
     attach_callbacks,
@@ -67,7 +67,6 @@ from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, lo
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
-from trainkit.trainer.start_record import StartRecord
 from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
 from trainkit.trainer.trial import run_trial
 
