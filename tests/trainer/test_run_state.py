@@ -11,12 +11,11 @@ from helpers.runs.tiny import tiny_loader
 
 from trainkit.callbacks import EarlyStopping
 from trainkit.trainer.loaders import train_loader
-from trainkit.trainer.plans import FitPlan
 from trainkit.trainer.progress import Phase, Stop
 from trainkit.trainer.run import Run
 from trainkit.trainer.run_state import capture_run, parts_of, restore_loop, restore_run
 from trainkit.trainer.safe_points import SafePoints
-from trainkit.trainer.setup import evaluation_plan, fit_plan
+from trainkit.trainer.setup import FitPlan, evaluation_plan, fit_plan
 
 
 def fitting(**arguments: Any) -> tuple[Run, FitPlan]:

@@ -15,10 +15,10 @@ from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, HookError, MissingMethodError
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.module_steps import pad_alone
-from trainkit.trainer.plans import FitPlan
 from trainkit.trainer.run import Run
 from trainkit.trainer.safe_points import SafePoints
 from trainkit.trainer.setup import (
+    FitPlan,
     count_batches,
     evaluation_plan,
     fit_plan,

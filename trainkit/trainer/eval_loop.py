@@ -27,8 +27,8 @@ from trainkit.trainer.setup import evaluation_plan
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
     from trainkit.distributed.world import World
-    from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.run import Run
+    from trainkit.trainer.setup import EvaluationPlan
 
 __all__ = ["check_sanity", "evaluate", "explain_inference_tensors", "gather_predictions"]
 

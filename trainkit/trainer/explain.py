@@ -22,8 +22,8 @@ from trainkit.launch.self_start import folder_at_start, start_command
 from trainkit.loggers.starts_file import STARTS, append_record, utc_now
 from trainkit.masking import mask_arguments, mask_text
 from trainkit.module.activation_checkpointing import checkpointing_choice
-from trainkit.trainer.compiled_steps import described_compilation
 from trainkit.trainer.run_folder import folder_of_fit, opens_files, shown_folders
+from trainkit.trainer.setup import described_compilation
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback

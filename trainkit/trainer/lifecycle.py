@@ -44,7 +44,6 @@ from trainkit.registry import load_callback
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.state.hyper import logged
 from trainkit.tagged_json.omegaconf import without_omegaconf
-from trainkit.trainer.compiled_steps import begin_compiling, uncompiled
 from trainkit.trainer.eval_loop import explain_inference_tensors
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
@@ -52,7 +51,7 @@ from trainkit.trainer.run import Run
 from trainkit.trainer.run_folder import opens_files
 from trainkit.trainer.safe_points import Signals, requeue
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import refuse_incomplete
+from trainkit.trainer.setup import begin_compiling, refuse_incomplete, uncompiled
 from trainkit.trainer.states import TrainerFn
 
 if TYPE_CHECKING:

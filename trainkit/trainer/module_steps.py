@@ -25,8 +25,8 @@ from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.rng import seed_generators
 
 if TYPE_CHECKING:
-    from trainkit.trainer.plans import EvaluationPlan, FitPlan
     from trainkit.trainer.run import Run
+    from trainkit.trainer.setup import EvaluationPlan, FitPlan
 
 __all__ = [
     "BatchIterator",

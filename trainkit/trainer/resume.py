@@ -27,9 +27,9 @@ from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
-    from trainkit.trainer.plans import FitPlan
     from trainkit.trainer.run import Run
     from trainkit.trainer.save_policy import SavePolicy
+    from trainkit.trainer.setup import FitPlan
 
 __all__ = ["PARTS", "FoundCheckpoint", "begin_resume", "best_of_fit", "check_restore", "load_weights", "restore_fit"]
 

@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from trainkit.trainer.arguments import TrainerArguments
     from trainkit.trainer.explain import StartRecord
     from trainkit.trainer.find_checkpoint import FoundCheckpoint
-    from trainkit.trainer.plans import EvaluationPlan
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.save_policy import SavePolicy
+    from trainkit.trainer.setup import EvaluationPlan
 
 __all__ = ["Run"]
 

@@ -13,8 +13,8 @@ from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
-    from trainkit.trainer.plans import FitPlan
     from trainkit.trainer.run import Run
+    from trainkit.trainer.setup import FitPlan
 
 __all__ = ["capture_run", "parts_of", "restore_loop", "restore_run"]
 

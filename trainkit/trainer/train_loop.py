@@ -33,8 +33,8 @@ from trainkit.trainer.setup import refresh_validation, validate_every
 
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
-    from trainkit.trainer.plans import FitPlan
     from trainkit.trainer.run import Run
+    from trainkit.trainer.setup import FitPlan
 
 __all__ = [
     "begin_training",

@@ -44,7 +44,6 @@ from trainkit.trainer.arguments import (
     check_switches,
     with_settings,
 )
-from trainkit.trainer.compiled_steps import requested_compilation
 from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import StartRecord, end_line, explain, folders_line, results_table
@@ -66,7 +65,7 @@ from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader
+from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader, requested_compilation
 from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
 from trainkit.trainer.trial import run_trial
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from trainkit.trainer.plans import EvaluationPlan, FitPlan
+from trainkit.trainer.setup import EvaluationPlan, FitPlan
 
 
 @pytest.mark.parametrize("plan", [EvaluationPlan, FitPlan])
