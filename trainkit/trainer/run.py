@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from trainkit.strategy import Strategy
     from trainkit.trainer.arguments import TrainerArguments
     from trainkit.trainer.explain import StartRecord
-    from trainkit.trainer.find_checkpoint import FoundCheckpoint
     from trainkit.trainer.profiler import Profiler
+    from trainkit.trainer.resume import FoundCheckpoint
     from trainkit.trainer.save_policy import SavePolicy
     from trainkit.trainer.setup import EvaluationPlan
 

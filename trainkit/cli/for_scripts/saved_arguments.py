@@ -40,7 +40,7 @@ from trainkit.launch.environment import option, options
 from trainkit.module.hparams import configured
 from trainkit.module.trusted import Trust
 from trainkit.paths import local_path
-from trainkit.trainer.find_checkpoint import WORDS
+from trainkit.trainer.resume import WORDS
 
 __all__ = ["SavedArguments", "Sorted", "checkpoint_defaults", "import_object", "module_from_config", "sort_for"]
 
