@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
@@ -44,7 +45,6 @@ from trainkit.trainer.arguments import (
     check_switches,
     with_settings,
 )
-from trainkit.trainer.empty_init import uninitialized
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import StartRecord, end_line, explain, folders_line, results_table
 from trainkit.trainer.lifecycle import (
@@ -563,7 +563,7 @@ class Trainer:
                 f"init_module(empty_init=True) does not work with {self.strategy.where}, which shards parameters as they are "
                 "created. Use trainer.init_module()"
             )
-        strategy, empty = self.strategy, uninitialized() if empty_init else nullcontext()
+        strategy, empty = self.strategy, _Uninitialized() if empty_init else nullcontext()
         with strategy.building(), strategy.precision.init_context(), self.device, empty:
             yield
 
@@ -1063,6 +1063,19 @@ class Trainer:
     def _run_trial(self, stage: str, module: TrainModule, callback: Callback, **options: Any) -> Trainer:
         """A short run on a copy of the module, for `trainkit.tuner`; see `run_trial`."""
         return run_trial(self, stage, module, callback, **options)
+
+
+class _Uninitialized(TorchFunctionMode):
+    """In this context the random initialization of torch's layers is skipped.
+
+    Functions of `torch.nn.init` that torch lets a mode replace return their tensor unchanged.
+    """
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def _check_switch(name: str, value: Any) -> None:
