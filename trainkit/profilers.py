@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from trainkit.names import lazily
-from trainkit.trainer.profiler import AdvancedProfiler, PassThroughProfiler, Profiler, SimpleProfiler
-from trainkit.trainer.torch_profiler import PyTorchProfiler
+from trainkit.trainer.profiler import AdvancedProfiler, PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 __all__ = ["AdvancedProfiler", "PassThroughProfiler", "Profiler", "PyTorchProfiler", "SimpleProfiler"]
 

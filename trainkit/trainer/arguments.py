@@ -14,9 +14,9 @@ from trainkit.checks import is_whole, real_number, whole_number
 from trainkit.config.settings import Settings, inherited_settings
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
-from trainkit.launch.resolve import read_wanted
-from trainkit.launch.tpu import DEVICE
+from trainkit.launch.strategy_choice import read_devices
 from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.paths import local_path
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
@@ -453,7 +453,7 @@ def _by_plugin(settings: Settings, plugin: Plugin, arguments: dict[str, Any]) ->
     """
     short = is_short(arguments["precision"] or OVER_MASTERS[settings.get("mixed_precision") or "no"])
     with settings.attribute_errors(*settings.of_place):
-        wanted = read_wanted(arguments["accelerator"], arguments["devices"], arguments["num_nodes"])
+        wanted = read_devices(arguments["accelerator"], arguments["devices"], arguments["num_nodes"])
         options = plugin.options_for(short, processes(wanted), nodes(wanted), _CLAIMS)
         strategy = load_strategy(plugin.strategy)(device=wanted.accelerator, **options)
     chosen = plugin.described()

@@ -18,8 +18,8 @@ from trainkit._version import __version__
 from trainkit.console import counted, warn
 from trainkit.distributed.parameter_placement import layer_devices
 from trainkit.errors import ConfigurationError, Preempted
-from trainkit.launch.self_start import folder_at_start, start_command
-from trainkit.loggers.starts_file import STARTS, append_record, utc_now
+from trainkit.launch.starting import folder_at_start, start_command
+from trainkit.loggers.run_files import STARTS, append_record, utc_now
 from trainkit.masking import mask_arguments, mask_text
 from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.trainer.run_folder import folder_of_fit, opens_files, shown_folders

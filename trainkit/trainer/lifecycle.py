@@ -33,10 +33,9 @@ from trainkit.errors import (
     Preempted,
     ProcessFailedError,
 )
-from trainkit.hooks.hook_checks import check_callback
 from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule
-from trainkit.module.hook_checks import check_datamodule, check_module
+from trainkit.module.hook_checks import check_callback, check_datamodule, check_module
 from trainkit.module.hook_table import HookTable
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
@@ -254,12 +253,11 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
     if given is False:
         return []
     if trainer.fast_dev_run:
-        from trainkit.loggers.dummy_logger import DummyLogger
+        from trainkit.loggers.base import DummyLogger
 
         return [DummyLogger() for _ in _listed(given)]
-    from trainkit.loggers.attach import attach, default_logger
     from trainkit.loggers.base import Logger
-    from trainkit.loggers.known_loggers import make_logger
+    from trainkit.loggers.logger_setup import attach, default_logger, make_logger
 
     if given is None or given is True:
         loggers = [default_logger()]
@@ -279,7 +277,7 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
 def renew_loggers(trainer: Trainer) -> None:
     """Give another fit of the same Trainer a new log version, unless it continues a run."""
     if trainer.loggers:
-        from trainkit.loggers.attach import attach_again
+        from trainkit.loggers.logger_setup import attach_again
 
         attach_again(trainer.loggers, trainer.default_root_dir, trainer.strategy.rank)
 
@@ -295,7 +293,7 @@ def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None
         ConfigurationError: a folder cannot be created.
     """
     if run.several and run.loggers:
-        from trainkit.loggers.attach import share_folders
+        from trainkit.loggers.logger_setup import share_folders
 
         share_folders(run.loggers, run.strategy.world, saved)
 
@@ -326,7 +324,7 @@ def start_loggers(run: Run) -> None:
 def _make_log_folders(loggers: list[Logger]) -> None:
     """Create the folders now: one that cannot be written must stop a run before training, not when it first logs."""
     if loggers:
-        from trainkit.loggers.resumed_logs import set_aside
+        from trainkit.loggers.log_folder import set_aside
 
         set_aside(loggers)
     for logger in loggers:

@@ -25,8 +25,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from trainkit.console import counted, notice, prints_here, warn
-from trainkit.data.worker_signals import HANDLED
-from trainkit.distributed.process_exit import write_stderr
+from trainkit.data.loader_workers import HANDLED
+from trainkit.distributed.failure_handling import write_stderr
 from trainkit.errors import ConfigurationError, Preempted
 from trainkit.trainer.progress import Stop
 
