@@ -22,7 +22,7 @@ from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, digest_line
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, UnsavableError
-from trainkit.tagged_json.encode import loads
+from trainkit.tagged_json.codec import loads
 
 
 def made_of(**changes: Any) -> Content:

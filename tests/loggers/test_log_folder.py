@@ -21,7 +21,7 @@ from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
 from trainkit.loggers.log_folder import Repeats, digest, folder_id
 from trainkit.loggers.logger_setup import attach
 from trainkit.loggers.run_files import read_metrics
-from trainkit.tagged_json.encode import dumps, loads
+from trainkit.tagged_json.codec import dumps, loads
 
 KINDS = [CSVLogger, JSONLLogger, TensorBoardLogger]
 FILES = [(CSVLogger, "metrics.csv"), (JSONLLogger, "metrics.jsonl")]

@@ -18,7 +18,7 @@ from trainkit.console import TrainkitWarning
 from trainkit.errors import MetricError
 from trainkit.metrics.metric_objects import capture_objects, count_updates, restore_objects
 from trainkit.metrics.store import MetricResults, Scope
-from trainkit.tagged_json.encode import dumps, loads
+from trainkit.tagged_json.codec import dumps, loads
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric `SpearmanCorrcoef` will save all targets")
 

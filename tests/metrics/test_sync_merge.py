@@ -17,7 +17,7 @@ from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
 from trainkit.metrics.store import MetricStore
 from trainkit.metrics.sync import gather_states, merge_states
-from trainkit.tagged_json.encode import dumps, loads
+from trainkit.tagged_json.codec import dumps, loads
 
 State = dict[str, Any]
 

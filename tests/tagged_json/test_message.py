@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trainkit.errors import UnsavableError
-from trainkit.tagged_json.message import from_bytes, to_bytes
+from trainkit.tagged_json.codec import from_bytes, to_bytes
 
 
 def bits(value: float) -> bytes:

@@ -10,7 +10,7 @@ from helpers.resume.saved_state import through_json
 from helpers.support import run_python
 
 from trainkit.loggers.logged_values import plain
-from trainkit.tagged_json.omegaconf import is_omegaconf
+from trainkit.tagged_json.codec import is_omegaconf
 
 
 class Color(enum.Enum):
@@ -25,7 +25,7 @@ class Schema:
 
 def test_it_is_not_loaded() -> None:
     done = run_python(
-        "import sys; from trainkit.tagged_json.encode import dumps; from trainkit.loggers.logged_values import plain; "
+        "import sys; from trainkit.tagged_json.codec import dumps; from trainkit.loggers.logged_values import plain; "
         "dumps({'a': [1]}, {}); plain({'a': [1]}); print('omegaconf' in sys.modules)"
     )
     assert done.stdout.strip() == "False", done.stderr

@@ -21,8 +21,8 @@ from trainkit import Callback
 from trainkit.checkpoint import open_checkpoint, register
 from trainkit.cli.main import main
 from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnsavableError
-from trainkit.tagged_json import registered
-from trainkit.tagged_json.encode import dumps, loads
+from trainkit.tagged_json import codec
+from trainkit.tagged_json.codec import dumps, loads
 
 FILE = "state.safetensors"
 NAME = re.escape(f"{__name__}.Vocabulary")
@@ -30,8 +30,8 @@ NAME = re.escape(f"{__name__}.Vocabulary")
 
 @pytest.fixture(autouse=True)
 def _none_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "_by_kind", {})
-    monkeypatch.setattr(registered, "_by_name", {})
+    monkeypatch.setattr(codec, "_by_kind", {})
+    monkeypatch.setattr(codec, "_by_name", {})
 
 
 class Vocabulary:
@@ -196,8 +196,8 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert type(again.hparams.vocabulary) is Vocabulary
     assert torch.equal(again.hparams.vocabulary.counts, vocabulary.counts)
 
-    registered._by_kind.clear()
-    registered._by_name.clear()  # as in a program that has not called register
+    codec._by_kind.clear()
+    codec._by_name.clear()  # as in a program that has not called register
     said = rf"contains a value of the type '{NAME}', which this program has not registered.*checkpoint\.register\("
     with pytest.raises(CheckpointError, match=said) as caught:
         Reading.load_from_checkpoint(path)
@@ -209,8 +209,8 @@ def test_in_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     register(Vocabulary, Vocabulary.to_dict, Vocabulary.from_dict, name=advised[1])
     assert Reading.load_from_checkpoint(path).hparams.vocabulary.words == ["a", "b"]
 
-    registered._by_kind.clear()
-    registered._by_name.clear()
+    codec._by_kind.clear()
+    codec._by_name.clear()
     open_checkpoint(path).verify()
     value = open_checkpoint(path).read({"state"}, unregistered=True).state["hyper_parameters"]["vocabulary"]
     assert value[0] == f"{__name__}.Vocabulary"

@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from trainkit.errors import CorruptCheckpointError
-from trainkit.tagged_json.strict_json import MAX_DEPTH, MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.codec import MAX_DEPTH, MAX_JSON_BYTES, strict_json
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -92,7 +92,7 @@ def test_a_digit_bomb_is_refused_where_the_interpreter_has_no_limit() -> None:
     """The user may have removed Python's own limit; int() of these digits would take minutes."""
     code = (
         "import sys; getattr(sys, 'set_int_max_str_digits', int)(0)\n"
-        "from trainkit.tagged_json.strict_json import strict_json\n"
+        "from trainkit.tagged_json.codec import strict_json\n"
         "for text in (b'9' * 3_000_000, b'[1, ' + b'9' * 3_000_000 + b']'):\n"
         "    try: strict_json(text, 'f')\n"
         "    except Exception as error: print(error)"
@@ -201,7 +201,7 @@ WORST = [
 
 MEASURE = """
 import sys
-from trainkit.tagged_json.encode import loads
+from trainkit.tagged_json.codec import loads
 
 def line(name):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(name))

@@ -29,7 +29,7 @@ from trainkit.errors import (
     UnsavableError,
 )
 from trainkit.loggers import JSONLLogger
-from trainkit.tagged_json import registered
+from trainkit.tagged_json import codec
 from trainkit.trainer.resume import PARTS
 
 # ------------------------------------------------------------------------------------------------------ which checkpoint
@@ -505,8 +505,8 @@ def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.
     assert "trainkit.checkpoint.register(Average, encode, decode)" in lines[5]
     assert 'remove the line checkpoint["average"] = ...' in lines[6]
 
-    monkeypatch.setattr(registered, "_by_kind", {})
-    monkeypatch.setattr(registered, "_by_name", {})
+    monkeypatch.setattr(codec, "_by_kind", {})
+    monkeypatch.setattr(codec, "_by_name", {})
     for way in (1, 3, 2):
         if way == 2:
             register(Average, Average.state_dict, lambda state: Average(**state))

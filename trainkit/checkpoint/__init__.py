@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
-from trainkit.tagged_json.registered import register
+from trainkit.tagged_json.codec import register
 
 __all__ = ["Checkpoint", "list_checkpoints", "open_checkpoint", "register"]

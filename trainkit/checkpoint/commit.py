@@ -27,7 +27,7 @@ from trainkit.checkpoint.tensor_file import write_file
 from trainkit.console import shortened
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
-from trainkit.tagged_json.strict_json import MAX_JSON_BYTES
+from trainkit.tagged_json.codec import MAX_JSON_BYTES
 
 __all__ = ["NONFINITE", "Committed", "check_target", "commit", "sync_folder"]
 

@@ -19,7 +19,7 @@ from trainkit.checkpoint.rank_assignment import assign_to_ranks
 from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, chunks, plan_files
 from trainkit.errors import CheckpointError, UnsavableError
-from trainkit.tagged_json.encode import dumps
+from trainkit.tagged_json.codec import dumps
 from trainkit.tagged_json.tensors import tensor_problem
 
 __all__ = ["SPLIT_ABOVE", "Content", "Draft"]
@@ -40,7 +40,7 @@ class Content:
 
     Attributes:
         tensors: stem of the file ("model", "model_1", "optimizer") → name → tensor.
-        state: everything else, for `state.json` and `state.safetensors`; see `trainkit.tagged_json.encode` for the
+        state: everything else, for `state.json` and `state.safetensors`; see `trainkit.tagged_json.codec` for the
             supported types.
         about: the fields of `Manifest` except `trainkit_version`, `saved_at`,
             `format_version` and `files`.

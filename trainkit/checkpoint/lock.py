@@ -35,7 +35,7 @@ from trainkit.errors import (
     ConfigurationError,
     CorruptCheckpointError,
 )
-from trainkit.tagged_json.strict_json import strict_json
+from trainkit.tagged_json.codec import strict_json
 
 try:
     import fcntl

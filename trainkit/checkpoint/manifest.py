@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any, TypeGuard
 
 from trainkit.errors import CheckpointError, CorruptCheckpointError, UnsavableError
-from trainkit.tagged_json.strict_json import MAX_DEPTH, MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.codec import MAX_DEPTH, MAX_JSON_BYTES, strict_json
 
 __all__ = ["DIGEST", "FORMAT_VERSION", "MANIFEST", "FileEntry", "Manifest", "digest_line", "is_file_name"]
 

@@ -26,8 +26,7 @@ from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
-from trainkit.tagged_json.encode import loads
-from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.codec import MAX_JSON_BYTES, loads, strict_json
 
 __all__ = ["Checkpoint", "Loaded", "inspect_checkpoint", "open_checkpoint"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
-from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 from trainkit.tagged_json.tensors import DTYPES, NAMES, tensor_problem
 
 __all__ = [

@@ -21,7 +21,7 @@ from torch import Tensor
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.nested import map_tensors
 from trainkit.registry import strategy_infos
-from trainkit.tagged_json.message import from_bytes, to_bytes
+from trainkit.tagged_json.codec import from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from trainkit.distributed.channel import Channel
@@ -162,7 +162,7 @@ class World:
         If there are several ranks, tensors are returned on the CPU.
 
         Raises:
-            UnsavableError: something in it cannot be encoded; see `trainkit.tagged_json.encode`.
+            UnsavableError: something in it cannot be encoded; see `trainkit.tagged_json.codec`.
         """
         return [value] if self.size == 1 else [from_bytes(data) for data in self._gathered(to_bytes(value))]
 

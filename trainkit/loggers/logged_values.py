@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MetricError
 from trainkit.masking import mask_value
-from trainkit.tagged_json.omegaconf import without_omegaconf
+from trainkit.tagged_json.codec import plain_container
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +132,7 @@ def plain(params: Any) -> tuple[dict[str, Any], list[str]]:
     Accepts a mapping, an `argparse.Namespace` or a dataclass instance. Tuples and sets become lists; paths, enums, dtypes,
     devices, functions and classes their names; OmegaConf's containers dicts and lists. Texts that may be secrets are masked.
     """
-    fields = _as_mapping(without_omegaconf(params))
+    fields = _as_mapping(plain_container(params))
     if fields is None:
         raise ConfigurationError(
             f"log_hyperparams: expected a dict, an argparse.Namespace or a dataclass, got {type(params).__name__}. "
@@ -158,7 +158,7 @@ def _plain(value: Any, path: str, as_text: list[str], depth: int = 0) -> Any:
     if depth > 32:  # a structure that contains itself
         as_text.append(path)
         return f"<{type(value).__name__}>"
-    value = without_omegaconf(value)
+    value = plain_container(value)
     if (fields := _as_mapping(value)) is not None:
         return {str(key): _plain(one, f"{path}.{key}", as_text, depth + 1) for key, one in fields.items()}
     if isinstance(value, list | tuple):

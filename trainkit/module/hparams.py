@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
-from trainkit.tagged_json.omegaconf import is_omegaconf, plain_container
+from trainkit.tagged_json.codec import is_omegaconf, plain_container
 
 __all__ = ["AttributeDict", "HyperParameters", "HyperparametersMixin", "configured"]
 

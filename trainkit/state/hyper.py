@@ -11,10 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainkit.console import warn
-from trainkit.tagged_json.encode import unsavable
-from trainkit.tagged_json.omegaconf import is_omegaconf, without_omegaconf
-from trainkit.tagged_json.registered import registration_of
-from trainkit.tagged_json.strict_json import MAX_DEPTH
+from trainkit.tagged_json.codec import MAX_DEPTH, is_omegaconf, plain_container, registration_of, unsavable
 
 __all__ = ["logged", "stored", "stored_attributes", "stored_omegaconf"]
 
@@ -64,7 +61,7 @@ class _Kept:
         self._keys: list[Any] = []  # that lead to the value
         self._omitted: dict[str, Any] = {}  # the path to it → the key of the hyper-parameter that it is in
         kept = {}
-        for key, value in without_omegaconf(owner.hparams).items():
+        for key, value in plain_container(owner.hparams).items():
             self._key = key
             kept[key] = self._at(key, value, str(key), 0)
         self.values = {key: value for key, value in kept.items() if value is not _OMITTED}

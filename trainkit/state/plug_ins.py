@@ -14,7 +14,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, CorruptCheckpointError, TrainkitError, UnsavableError
 from trainkit.state.described import odd_value
 from trainkit.state.rank_checksums import checksums, compare_ranks
-from trainkit.tagged_json.encode import unsavable
+from trainkit.tagged_json.codec import unsavable
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback

@@ -1,6 +1,6 @@
 """One object in one file, for `Accelerator.save` and `load`.
 
-Tensors by name are a plain safetensors file. Anything else is tagged JSON (see `trainkit.tagged_json.encode`); if there
+Tensors by name are a plain safetensors file. Anything else is tagged JSON (see `trainkit.tagged_json.codec`); if there
 are tensors in it, a safetensors file with the JSON in its metadata. A tensor with several names is stored once.
 """
 
@@ -23,8 +23,7 @@ from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError, UnsavableError
 from trainkit.nested import map_tensors
 from trainkit.state.fit import place_of
-from trainkit.tagged_json.encode import dumps, loads
-from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.codec import MAX_JSON_BYTES, dumps, loads, strict_json
 
 __all__ = ["load", "read_tensors", "write_object"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainkit.state.fit import same_bits
 from trainkit.state.model import ModelState, capture_model, plan_model
 from trainkit.state.optimizer import plan_optimizer
-from trainkit.tagged_json.encode import dumps, loads
+from trainkit.tagged_json.codec import dumps, loads
 
 __all__ = [
     "Extra",

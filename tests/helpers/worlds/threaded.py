@@ -19,7 +19,7 @@ from torch import Tensor
 from trainkit.distributed.failure import Runs
 from trainkit.distributed.world import CollectiveTracker, ThreadExchange, World
 from trainkit.strategy import Strategy
-from trainkit.tagged_json.message import from_bytes, to_bytes
+from trainkit.tagged_json.codec import from_bytes, to_bytes
 
 __all__ = ["FakeWorld", "GoneError", "ThreadStrategy", "run_groups", "run_threads", "try_groups", "try_threads"]
 

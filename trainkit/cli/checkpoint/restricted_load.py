@@ -28,7 +28,7 @@ from torch import Tensor
 
 from trainkit.state.fit import place_of
 from trainkit.state.single_file import write_object
-from trainkit.tagged_json.strict_json import MAX_DEPTH
+from trainkit.tagged_json.codec import MAX_DEPTH
 
 __all__ = ["main"]
 

@@ -37,7 +37,7 @@ from trainkit.registry import strategy_infos
 from trainkit.state.model import ModelState, clean_names, plan_model
 from trainkit.state.parts import model_stems
 from trainkit.state.single_file import read_tensors
-from trainkit.tagged_json.strict_json import MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
 __all__ = ["extract_model_from_parallel", "is_compiled_module", "load_checkpoint_in_model"]
 
