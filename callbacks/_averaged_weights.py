@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from trainkit.callback import Callback
 from trainkit.distributed.parameter_placement import is_dtensor, own_range, part_at
 from trainkit.errors import ConfigurationError
-from trainkit.optim.parameter_names import cleaned
+from trainkit.optim.parameter_names import clean_paths
 from trainkit.state.parts import TRAINED_WEIGHTS, trained_weights
 from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
@@ -247,7 +247,7 @@ def _averaged_places(module: nn.Module, buffers: bool) -> tuple[dict[str, nn.Par
                 seen.add(id(value))  # a tied parameter has several names
                 named_values[name] = owner, attribute, value
     parameters, buffers_by_name = {}, {}
-    for raw, name in cleaned(module, named_values).items():
+    for raw, name in clean_paths(module, named_values).items():
         owner, attribute, value = named_values[raw]
         if isinstance(value, nn.Parameter):
             parameters[name] = value

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, MissingMethodError, OptimizerError
-from trainkit.optim.parameter_names import cleaned
+from trainkit.optim.parameter_names import clean_paths
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -264,7 +264,7 @@ def _with_fixed_statistics(module: nn.Module) -> list[str]:
 def _batch_norms(module: nn.Module) -> dict[str, Any]:
     """The BatchNorm layers by name."""
     found = {name: part for name, part in module.named_modules() if isinstance(part, BATCH_NORMS)}
-    return {clean: found[name] for name, clean in cleaned(module, found).items()}
+    return {clean: found[name] for name, clean in clean_paths(module, found).items()}
 
 
 def refuse_sharded_optimizer(trainer: Trainer, callback: Callback) -> None:

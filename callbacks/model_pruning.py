@@ -19,7 +19,7 @@ from trainkit.callbacks._averaged_weights import AveragedWeights
 from trainkit.checks import choice, function, is_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.optim.parameter_names import cleaned
+from trainkit.optim.parameter_names import clean_paths
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ class ModelPruning(Callback):
         """The parameters to prune, by name, now that the strategy has prepared the module."""
         if not self._pairs:
             layers = dict(module.named_modules())
-            names = {id(layers[raw]): name for raw, name in cleaned(module, layers).items()}
+            names = {id(layers[raw]): name for raw, name in clean_paths(module, layers).items()}
             chosen = self.filter_parameters_to_prune(self.sanitize_parameters_to_prune(module, self._given, self._names))
             for layer, attribute in chosen:
                 if id(layer) not in names or not isinstance(_original(layer, attribute), nn.Parameter):

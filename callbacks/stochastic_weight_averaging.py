@@ -18,7 +18,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.metrics.metric_objects import capture_objects, restore_objects
 from trainkit.module.hook_checks import accepts
 from trainkit.optim.optimizer_config import SchedulerConfig
-from trainkit.optim.parameter_names import cleaned
+from trainkit.optim.parameter_names import clean_paths
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -259,7 +259,7 @@ def _buffers_of(module: nn.Module, layers: list[Any]) -> dict[str, tuple[nn.Modu
         if id(part) in own
         for attribute, _ in part.named_buffers(recurse=False)
     }
-    return {name: found[raw] for raw, name in cleaned(module, found).items()}
+    return {name: found[raw] for raw, name in clean_paths(module, found).items()}
 
 
 def _average_over_ranks(trainer: Trainer, layers: list[Any]) -> None:

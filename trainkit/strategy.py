@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,22 @@ from trainkit.distributed.requested_devices import RequestedDevices, find_device
 from trainkit.distributed.world import Ranks
 from trainkit.errors import ConfigurationError
 from trainkit.nested import move
-from trainkit.optim.gradient_norm import clamp_gradient, total_norm
-from trainkit.optim.step_arguments import StepArguments
-from trainkit.optim.stored_optimizer import StoredOptimizer
+from trainkit.optim.gradients import clamp_gradient, total_norm
+from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.registry import SINGLE, StrategyInfo
 
-__all__ = ["Contents", "Footprint", "Held", "StepMemory", "Strategy", "Weight", "in_backward", "unsharded"]
+__all__ = ["Contents", "Footprint", "Held", "StepArguments", "StepMemory", "Strategy", "Weight", "in_backward", "unsharded"]
+
+
+class StepArguments(Protocol):
+    """What a strategy checks before any process is started; for the meanings see `trainkit.Trainer`."""
+
+    accumulate_grad_batches: int
+    global_batch_size: int | None
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: str | None
+    activation_checkpointing: Any
 
 
 class Strategy(Ranks):

@@ -14,8 +14,8 @@ from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.optim.optimizer_copy import count_slots
 from trainkit.precision import Precision
-from trainkit.state.slots import count_slots
 from trainkit.strategies.zero.config_file import DeepSpeedConfig, read_config
 from trainkit.strategies.zero.deepspeed_api import Session, load, require_async_io, supports_float16
 from trainkit.strategies.zero.deepspeed_config import CHECKPOINTING, COMMUNICATION, ZeROConfig

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, OptimizerError
-from trainkit.state.slots import bare_copy
+from trainkit.optim.optimizer_copy import bare_copy
 from trainkit.strategies._quantized import quantizes
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError
-from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
+from trainkit.optim.optimizer_copy import StoredOptimizer, placeholder_parameter
 from trainkit.strategies.zero.engine import TrainingEngine
 from trainkit.strategies.zero.nvme import Shard, partition
 from trainkit.strategies.zero.partitions import is_sharded

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.optim.step_arguments import StepArguments
-from trainkit.optim.stored_optimizer import StoredOptimizer
+from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, broadcast, check_modules_match
 from trainkit.strategies._processes import ProcessStrategy
@@ -38,6 +37,7 @@ from trainkit.strategies.zero.engine_setup import Setup, check_machine, prepare_
 from trainkit.strategies.zero.info import INFO
 from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_slow_on_cpu
 from trainkit.strategies.zero.partitions import announce_zero3
+from trainkit.strategy import StepArguments
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

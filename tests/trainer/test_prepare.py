@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit import Accelerator, CombinedLoader, Precision, Strategy
 from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigurationError, DataError, UnsupportedArgumentError
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 
 HALF = ("bf16-mixed", "16-mixed", "bf16-true", "16-true")
 

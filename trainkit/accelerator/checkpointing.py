@@ -32,8 +32,7 @@ from trainkit.errors import (
     CorruptCheckpointError,
     StateMismatchError,
 )
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, moved, restore, with_trained_weights

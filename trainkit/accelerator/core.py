@@ -30,8 +30,7 @@ from trainkit.data.batches import BatchPadding
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import CollectiveError, ProcessFailedError
 from trainkit.module.activation_checkpointing import CheckpointedModules
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.strategy import Strategy
 
 __all__ = ["Accelerator"]
@@ -258,7 +257,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
         return _NULL
 
     def _note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
-        """See `trainkit.optim.prepared_optimizer.Stepper`."""
+        """See `trainkit.optim.prepared.Stepper`."""
         self.accumulation.note_verb(verb, *args)
 
     @property

@@ -24,8 +24,7 @@ from trainkit.data.loader import PreparedLoader
 from trainkit.distributed.failure_handling import Watchdog
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.rng import Stage, resolve_seed
 from trainkit.strategy import Strategy
 

@@ -17,7 +17,7 @@ from trainkit.accelerator.gradients import GradientVerbs
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.optim.parameter_names import foreign_parameters, shape_of
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared import PreparedOptimizer
 
 __all__ = ["StepVerbs"]
 

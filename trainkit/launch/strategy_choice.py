@@ -15,9 +15,8 @@ from trainkit.launch.joining import note_single_process, processes, single_world
 from trainkit.registry import automatic_strategy, find_info, known_spelling, make_strategy
 
 if TYPE_CHECKING:
-    from trainkit.optim.step_arguments import StepArguments
     from trainkit.precision import Precision
-    from trainkit.strategy import Strategy
+    from trainkit.strategy import StepArguments, Strategy
 
 __all__ = ["choose_strategy", "join_strategy", "read_devices"]
 

@@ -18,9 +18,9 @@ from trainkit.errors import ConfigurationError, OptimizerError
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import rebuild
+from trainkit.optim.optimizer_copy import count_slots, state_bytes
 from trainkit.precision import Precision
 from trainkit.state.configs import has_adapters
-from trainkit.state.slots import count_slots, state_bytes
 from trainkit.strategy import Contents, Weight
 
 __all__ = ["built_placeholder", "contents_of", "parse_bytes", "placeholder_of"]

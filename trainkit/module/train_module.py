@@ -19,7 +19,8 @@ from trainkit.module.attached import AttachedModule
 from trainkit.module.exportable import ExportableModule
 from trainkit.module.hparams import HyperparametersMixin
 from trainkit.module.overridable_hooks import ModuleHooks
-from trainkit.optim.prepared_optimizer import PreparedOptimizer, toggle, untoggle
+from trainkit.optim.gradients import toggle, untoggle
+from trainkit.optim.prepared import PreparedOptimizer
 
 __all__ = ["LightningModule", "TrainModule"]
 

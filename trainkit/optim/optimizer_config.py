@@ -67,7 +67,7 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
         _check_parameters(optimizer, module)
     if automatic:
         _check_automatic(optimizers)
-    schedulers = [one.made(module) if isinstance(one, _NamedSchedule) else one for one in schedulers]
+    schedulers = [s.create(module) if isinstance(s, _NamedSchedule) else s for s in schedulers]
     configs = [_scheduler_config(scheduler, optimizers, automatic) for scheduler in schedulers]
     return optimizers, configs
 
@@ -88,8 +88,8 @@ def _forms(returned: Any) -> tuple[list[Optimizer], list[Any]]:
     if isinstance(returned, list | tuple) and len(returned) == 2 and _all_are(Optimizer, returned[0]):
         optimizers, schedulers = returned
         if isinstance(schedulers, list | tuple | Mapping):
-            listed = [schedulers] if isinstance(schedulers, Mapping) else list(schedulers)
-            return list(optimizers), [_with_optimizer(scheduler, optimizers) for scheduler in listed]
+            schedulers = [schedulers] if isinstance(schedulers, Mapping) else schedulers
+            return list(optimizers), [_with_optimizer(scheduler, optimizers) for scheduler in schedulers]
     raise OptimizerError(f"configure_optimizers must return {_FORMS}; it returned {_describe(returned)}.")
 
 
@@ -123,22 +123,22 @@ def _one_dict(returned: Mapping[Any, Any]) -> tuple[list[Optimizer], list[Any]]:
     if scheduler is None:
         return [optimizer], []
     if "monitor" in returned:
-        described = dict(scheduler) if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
-        scheduler = {"monitor": returned["monitor"], **described}
-    listed = list(scheduler) if isinstance(scheduler, list | tuple) else [scheduler]
-    return [optimizer], [_with_optimizer(one, [optimizer]) for one in listed]
+        config = scheduler if isinstance(scheduler, Mapping) else {"scheduler": scheduler}
+        scheduler = {"monitor": returned["monitor"], **config}
+    schedulers = scheduler if isinstance(scheduler, list | tuple) else [scheduler]
+    return [optimizer], [_with_optimizer(scheduler, [optimizer]) for scheduler in schedulers]
 
 
 class _NamedSchedule(NamedTuple):
     """A schedule that is given by name, and its optimizer."""
 
     optimizer: Optimizer
-    given: Mapping[str, Any]
+    config: Mapping[str, Any]
 
-    def made(self, module: Any) -> dict[str, Any]:
+    def create(self, module: Any) -> dict[str, Any]:
         """The form with a scheduler, for all optimizer steps of the module's run."""
-        config = {key: value for key, value in self.given.items() if key in _KEYS}
-        options = {key: value for key, value in self.given.items() if key not in _KEYS}
+        config = {key: value for key, value in self.config.items() if key in _KEYS}
+        options = {key: value for key, value in self.config.items() if key not in _KEYS}
         name = config["scheduler"]
         if config.get("interval", "step") != "step" or config.get("frequency", 1) != 1:
             raise OptimizerError(
@@ -157,15 +157,15 @@ def _with_optimizer(scheduler: Any, optimizers: Sequence[Optimizer]) -> Any:
     Raises:
         OptimizerError: There are several optimizers.
     """
-    given = {"scheduler": scheduler} if isinstance(scheduler, str) else scheduler
-    if not isinstance(given, Mapping) or not isinstance(given.get("scheduler"), str):
+    config = {"scheduler": scheduler} if isinstance(scheduler, str) else scheduler
+    if not isinstance(config, Mapping) or not isinstance(config.get("scheduler"), str):
         return scheduler
     if len(optimizers) > 1:
         raise OptimizerError(
-            f"lr_scheduler: it is unclear which of {len(optimizers)} optimizers the schedule {given['scheduler']!r} is for. "
+            f"lr_scheduler: it is unclear which of {len(optimizers)} optimizers the schedule {config['scheduler']!r} is for. "
             "Return a list of dicts: [{'optimizer': first, 'lr_scheduler': {'scheduler': 'cosine'}}, {'optimizer': second}]"
         )
-    return _NamedSchedule(optimizers[0], given)
+    return _NamedSchedule(optimizers[0], config)
 
 
 def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
@@ -198,27 +198,26 @@ def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bo
         config = SchedulerConfig(**scheduler)
     else:
         config = SchedulerConfig(scheduler)
-    inner = config.scheduler
-    config.reduce_on_plateau = config.reduce_on_plateau or isinstance(inner, ReduceLROnPlateau)
+    bare = config.scheduler
+    config.reduce_on_plateau = config.reduce_on_plateau or isinstance(bare, ReduceLROnPlateau)
     _check_scheduler(config, automatic)
-    owner = getattr(inner, "optimizer", None)
-    if isinstance(inner, LRScheduler) or owner is not None:
-        places = [i for i, optimizer in enumerate(optimizers) if optimizer is owner]
-        if not places:
+    owner = getattr(bare, "optimizer", None)
+    if isinstance(bare, LRScheduler) or owner is not None:
+        indices = [i for i, optimizer in enumerate(optimizers) if optimizer is owner]
+        if not indices:
             raise OptimizerError(
-                f"{type(inner).__name__} was created for an optimizer that configure_optimizers did not return. Create it with "
+                f"{type(bare).__name__} was created for an optimizer that configure_optimizers did not return. Create it with "
                 "an optimizer that is returned."
             )
-        config.optimizer_index = places[0]
+        config.optimizer_index = indices[0]
     return config
 
 
 def _check_scheduler(config: SchedulerConfig, automatic: bool) -> None:
     name = type(config.scheduler).__name__
-    wanted = "step" if automatic else "state_dict"  # under manual optimization only the user's code advances it
-    if isinstance(config.scheduler, type) or not any(
-        callable(getattr(config.scheduler, one, None)) for one in ("step", wanted)
-    ):
+    # Under manual optimization only the user's code advances it.
+    methods = ("step",) if automatic else ("step", "state_dict")
+    if isinstance(config.scheduler, type) or not any(callable(getattr(config.scheduler, name, None)) for name in methods):
         raise OptimizerError(f"lr_scheduler: expected an object with step(), got {config.scheduler!r}.")
     if config.interval not in ("step", "epoch"):
         raise OptimizerError(f"lr_scheduler: interval must be 'step' or 'epoch', not {config.interval!r}.")

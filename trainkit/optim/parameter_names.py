@@ -16,7 +16,7 @@ from trainkit.errors import UnsavableError
 __all__ = [
     "ParameterNames",
     "clean_names",
-    "cleaned",
+    "clean_paths",
     "foreign_parameters",
     "parameter_names",
     "shape_of",
@@ -32,7 +32,7 @@ class ParameterNames(dict[int, str]):
     """What `parameter_names` returns: a dict from `id(parameter)` to its name.
 
     Attributes:
-        parameters: the parameters by name. It also keeps them alive, so that their ids stay valid.
+        parameters: The parameters by name. It also keeps them alive, so that their ids stay valid.
     """
 
     def __init__(self) -> None:
@@ -48,9 +48,9 @@ def clean_names(module: nn.Module) -> dict[str, str]:
     so an attribute of the user's module that is called `module` stays.
 
     Raises:
-        UnsavableError: two names are the same without these parts.
+        UnsavableError: Two names are the same without these parts.
     """
-    return cleaned(module, module.state_dict())
+    return clean_paths(module, module.state_dict())
 
 
 def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
@@ -62,22 +62,22 @@ def parameter_names(modules: Sequence[nn.Module]) -> ParameterNames:
     names = ParameterNames()
     for index, module in enumerate(modules):
         prefix = f"model_{index}/" if index else ""
-        found = dict(module.named_parameters())
-        clean = cleaned(module, found)
-        buffers = cleaned(module, (name for name, _ in module.named_buffers(remove_duplicate=False)))
+        parameters = dict(module.named_parameters())
+        clean = clean_paths(module, parameters)
+        buffers = clean_paths(module, (name for name, _ in module.named_buffers(remove_duplicate=False)))
         here = {*clean.values(), *buffers.values()}
         for raw, name in clean.items():
-            if id(found[raw]) not in names:
-                known = prefix + without_pruning(name, here)
-                names[id(found[raw])] = known
-                names.parameters[known] = found[raw]
+            if id(parameters[raw]) not in names:
+                name = prefix + without_pruning(name, here)
+                names[id(parameters[raw])] = name
+                names.parameters[name] = parameters[raw]
     return names
 
 
 def foreign_parameters(optimizer: Optimizer, modules: Iterable[nn.Module]) -> list[Tensor]:
     """The parameters of an optimizer that none of the modules has, such as those of a layer that was replaced."""
-    own = {id(parameter) for module in modules for parameter in module.parameters()}
-    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
 
 
 def shape_of(parameter: Tensor) -> str:
@@ -85,25 +85,25 @@ def shape_of(parameter: Tensor) -> str:
     return "not known yet" if is_lazy(parameter) else str(tuple(parameter.shape))
 
 
-def cleaned(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
+def clean_paths(module: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Dotted names in `module`, each with its clean name.
 
     Raises:
-        UnsavableError: two names are the same without the parts of wrappers.
+        UnsavableError: Two names are the same without the parts of wrappers.
     """
-    inserted = _inserted(module)
+    inserted = _wrapper_paths(module)
     if not inserted:
         return {name: name for name in names}
     result: dict[str, str] = {}
-    taken: dict[str, str] = {}
+    raw_names: dict[str, str] = {}
     for raw in names:
         name = _without(raw, inserted)
-        if name in taken:
+        if name in raw_names:
             raise UnsavableError(
-                f"{type(module).__name__} has {taken[name]!r} and {raw!r}, which are both {name!r} without the parts that "
+                f"{type(module).__name__} has {raw_names[name]!r} and {raw!r}, which are both {name!r} without the parts that "
                 "wrappers add. Rename one of the two attributes."
             )
-        taken[name] = raw
+        raw_names[name] = raw
         result[raw] = name
     return result
 
@@ -120,8 +120,8 @@ def without_pruning(name: str, names: Container[str]) -> str:
     """The name of a parameter before `torch.nn.utils.prune` made `<name>_orig` and `<name>_mask` of it.
 
     Args:
-        name: of the parameter.
-        names: of the parameters and buffers of the model.
+        name: The name of the parameter.
+        names: The names of the parameters and buffers of the model.
     """
     plain = name.removesuffix("_orig")
     return plain if plain != name and f"{plain}_mask" in names and plain not in names else name
@@ -141,7 +141,7 @@ def wrapped_attribute(module: nn.Module) -> str | None:
     return None
 
 
-def _inserted(module: nn.Module) -> set[str]:
+def _wrapper_paths(module: nn.Module) -> set[str]:
     """The prefixes of dotted names whose last part was added by a wrapper, each with a dot at its end."""
     inserted = {
         f"{path}.{attribute}." if path else f"{attribute}."

@@ -114,16 +114,16 @@ def make_schedule(
 
 
 def _formula(name: str) -> Callable[..., float]:
-    given = str(getattr(name, "value", name))  # of transformers.SchedulerType
-    if given in _FORMULAS:
-        return _FORMULAS[given]
+    name = str(getattr(name, "value", name))  # it may be a member of transformers.SchedulerType
+    if name in _FORMULAS:
+        return _FORMULAS[name]
     known = ", ".join(map(repr, _FORMULAS))
     fix = (
         "It follows a metric; use torch's: {'scheduler': ReduceLROnPlateau(optimizer), 'monitor': 'val_loss'}."
-        if given in _WITH_METRIC
+        if name in _WITH_METRIC
         else "For another one, create torch's scheduler: torch.optim.lr_scheduler.StepLR(optimizer, 30)."
     )
-    raise UnknownNameError(f"There is no schedule {given!r}; known: {known}.{nearest(given, _FORMULAS)} {fix}")
+    raise UnknownNameError(f"There is no schedule {name!r}; known: {known}.{nearest(name, _FORMULAS)} {fix}")
 
 
 def _total(name: str, total_steps: int | float | None) -> int:

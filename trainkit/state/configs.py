@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.console import with_article
 from trainkit.errors import UnsavableError
-from trainkit.optim.parameter_names import cleaned
+from trainkit.optim.parameter_names import clean_paths
 
 __all__ = ["has_adapters", "model_configs"]
 
@@ -35,7 +35,7 @@ def model_configs(module: nn.Module) -> dict[str, dict[str, Any]]:
         UnsavableError: a configuration is not JSON.
     """
     found = dict(_models(module, ""))
-    paths = cleaned(module, found)
+    paths = clean_paths(module, found)
     configs = {}
     for raw, part in found.items():
         try:

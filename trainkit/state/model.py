@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
-from trainkit.optim.parameter_names import clean_names, cleaned, parameter_names, without_checkpoint_wrapper
+from trainkit.optim.parameter_names import clean_names, clean_paths, parameter_names, without_checkpoint_wrapper
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
 from trainkit.state.fit import Fit, place_of
@@ -82,7 +82,7 @@ def capture_model(
     if save not in ("all", "trainable"):
         raise ConfigurationError(f"save must be 'all' or 'trainable', not {save!r}.")
     raw = _with_placeholders(module, placeholders)
-    names = cleaned(module, raw)
+    names = clean_paths(module, raw)
     state = ModelState(trained={n: p.requires_grad for n, p in _parameters(module).items()}, configs=model_configs(module))
     frozen: set[str] = set()
     if save == "trainable":
@@ -139,7 +139,7 @@ def plan_model(
     _check_consistent(state, what)
     state = replace(state, trained={without_checkpoint_wrapper(name): trained for name, trained in state.trained.items()})
     raw = _with_placeholders(module, placeholders)
-    names = cleaned(module, raw)
+    names = clean_paths(module, raw)
     parameters = _parameters(module)
     frozen = set() if state.fingerprint is None else _frozen(state)
     sources = state.tensors | {alias: state.tensors[name] for alias, name in state.aliases.items()}
@@ -168,7 +168,7 @@ def plan_model(
     def load() -> list[str]:
         values = OrderedDict(fit.whole | extra)
         buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        registered = {*parameters, *cleaned(module, buffers).values()}
+        registered = {*parameters, *clean_paths(module, buffers).values()}
         for name in fit.whole:
             if names[name] not in registered:  # a module with its own load_state_dict may keep the tensor
                 values[name] = values[name].to(raw[name].device, copy=True)
@@ -206,7 +206,7 @@ def _with_placeholders(module: nn.Module, placeholders: Mapping[int, Tensor] | N
     raw = module.state_dict()
     if placeholders:
         parameters = _parameters(module)
-        for name, clean in cleaned(module, raw).items():
+        for name, clean in clean_paths(module, raw).items():
             if clean in parameters and id(parameters[clean]) in placeholders:
                 raw[name] = placeholders[id(parameters[clean])]
     return raw
@@ -224,7 +224,7 @@ def frozen_fingerprint(module: nn.Module, placeholders: Mapping[int, Tensor] | N
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by clean name, a tied one under each of its names."""
     found = dict(module.named_parameters(remove_duplicate=False))
-    return {name: found[raw] for raw, name in cleaned(module, found).items()}
+    return {name: found[raw] for raw, name in clean_paths(module, found).items()}
 
 
 def _frozen(state: ModelState) -> set[str]:

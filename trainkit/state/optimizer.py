@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from trainkit.console import counted
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
 from trainkit.optim.parameter_names import shape_of
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared import PreparedOptimizer
 from trainkit.registry import strategy_infos
 from trainkit.state.described import SavedOptimizer, StoredSlots, copied, is_of_torch, odd_value
 from trainkit.state.fit import castable

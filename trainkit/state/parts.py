@@ -16,8 +16,8 @@ from trainkit.checkpoint.manifest import Manifest
 from trainkit.console import counted, notice
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
+from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.optim.parameter_names import without_pruning
-from trainkit.optim.stored_optimizer import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
 from trainkit.state.lenient import same_groups

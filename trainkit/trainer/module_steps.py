@@ -21,7 +21,7 @@ from trainkit.micro_batch import NO_BATCH
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import map_tensors
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared import PreparedOptimizer
 from trainkit.rng import seed_generators
 
 if TYPE_CHECKING:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainkit.module.data_module import DataModule
     from trainkit.module.train_module import TrainModule
     from trainkit.optim.optimizer_config import SchedulerConfig
-    from trainkit.optim.prepared_optimizer import PreparedOptimizer
+    from trainkit.optim.prepared import PreparedOptimizer
     from trainkit.strategy import Strategy
     from trainkit.trainer.arguments import TrainerArguments
     from trainkit.trainer.explain import StartRecord

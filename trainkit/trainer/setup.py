@@ -23,8 +23,8 @@ from trainkit.metrics.store import MetricResults, MetricStore
 from trainkit.micro_batch import MicroBatch
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
+from trainkit.optim.gradients import clear_gradients
 from trainkit.optim.optimizer_config import SchedulerConfig, read_optimizers
-from trainkit.optim.prepared_optimizer import clear_gradients
 from trainkit.strategy import Strategy
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
 from trainkit.trainer.module_steps import (
@@ -38,7 +38,7 @@ from trainkit.trainer.module_steps import (
 from trainkit.trainer.profiler import Profiler
 
 if TYPE_CHECKING:
-    from trainkit.optim.prepared_optimizer import PreparedOptimizer
+    from trainkit.optim.prepared import PreparedOptimizer
     from trainkit.trainer.run import Run
     from trainkit.trainer.safe_points import SafePoints
 

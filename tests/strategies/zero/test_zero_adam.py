@@ -14,7 +14,7 @@ from helpers.zero.zero_resume import SaveAfterTen, SaveAtOnce, tensors
 from torch import Tensor
 
 from trainkit.checkpoint import open_checkpoint
-from trainkit.state.slots import count_slots
+from trainkit.optim.optimizer_copy import count_slots
 from trainkit.strategies import ZeROStrategy
 
 pytestmark = pytest.mark.zero

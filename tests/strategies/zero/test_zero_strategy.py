@@ -17,7 +17,7 @@ from torch import nn
 
 from trainkit import Precision, Trainer
 from trainkit.errors import ConfigurationError, OptimizerError
-from trainkit.state.slots import count_slots
+from trainkit.optim.optimizer_copy import count_slots
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 

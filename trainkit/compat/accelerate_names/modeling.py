@@ -32,7 +32,7 @@ from trainkit.errors import (
     UnsupportedArgumentError,
     nearest,
 )
-from trainkit.optim.parameter_names import cleaned
+from trainkit.optim.parameter_names import clean_paths
 from trainkit.registry import strategy_infos
 from trainkit.state.model import ModelState, clean_names, plan_model
 from trainkit.state.parts import model_stems
@@ -120,7 +120,7 @@ def load_checkpoint_in_model(
             f"{what} has no tensor with a name of {type(inner).__name__}: the file has {_some(sources)}, and the model has "
             f"{_some(clean_names(inner).values())}. Nothing was changed. Load it into a model of the same class."
         )
-    names = cleaned(inner, [name for _, _, name, _ in _entries(inner)])
+    names = clean_paths(inner, [name for _, _, name, _ in _entries(inner)])
 
     def dtype_of(name: str) -> torch.dtype | None:
         kept = any(key == names[name] or f"{key}." in names[name] for key in keep_in_fp32_modules or ())

@@ -1,4 +1,4 @@
-"""The size of an optimizer's state, measured with a step of tiny parameters, equals the size after a real step."""
+"""Copies of an optimizer: placeholders without memory, and the size of the state that a step leaves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainkit.state.slots import bare_copy, count_slots, state_bytes
+from trainkit.optim.optimizer_copy import StoredOptimizer, bare_copy, count_slots, placeholder_parameter, state_bytes
+from trainkit.optim.parameter_names import parameter_names
+from trainkit.state.optimizer import capture_optimizer, plan_optimizer
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (5,), (4, 3)], ids=str)
+def test_a_placeholder_has_the_memory_of_one_element(shape: tuple[int, ...]) -> None:
+    made = placeholder_parameter(torch.Size(shape), torch.bfloat16)
+    assert (made.shape, made.dtype, made.requires_grad) == (shape, torch.bfloat16, False)
+    assert made.untyped_storage().nbytes() == 2
+
+
+def test_loaded_state_is_not_copied() -> None:
+    """The state of a checkpoint may be a mapped file that is larger than the memory."""
+    layer = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    stored = StoredOptimizer(optimizer, {id(p): placeholder_parameter(p.shape, p.dtype) for p in layer.parameters()})
+    saved = capture_optimizer(optimizer, 0, parameter_names([layer]))
+    dtypes = dict.fromkeys(("weight", "bias"), torch.float32)
+    names = stored.names(parameter_names([layer]))
+    plan_optimizer(stored.optimizer, 0, names, saved.tensors, saved.described, dtypes, "it", keep=True)()
+    for name, parameter in layer.named_parameters():
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert stored.state(parameter)[slot].data_ptr() == saved.tensors[f"0/{name}/{slot}"].data_ptr()
+
 
 SHAPES = [(6, 10), (9,), (), (4, 3, 2), (15, 15)]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
