@@ -85,7 +85,7 @@ def calls_of_a_step(*callbacks: Callback, step: int = 5, **arguments: Any) -> Co
             return self.loss(batch)
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
-        # AttachedModule.__getattr__ replaces the call of nn.Module's, which finds the layers of a module
+        # TrainModule.__getattr__ replaces the call of nn.Module's, which finds the layers of a module
         replaces_torch = frame.f_code.co_name == "__getattr__"
         if counting and event == "call" and is_ours(frame.f_code.co_filename) and not replaces_torch:
             counted[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1

@@ -1,8 +1,12 @@
-"""`TrainModule` outside and inside a run. Hyper-parameters: `test_hparams.py`; manual optimization has its own file."""
+"""`TrainModule` outside and inside a run, and its exports. `test_hparams.py` has the tests of hyper-parameters."""
 
 from __future__ import annotations
 
 import copy
+import inspect
+import warnings
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +14,20 @@ import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, make_trainer
 from torch import nn
+from torch.utils.tensorboard import SummaryWriter
 
+import trainkit.callbacks
 from trainkit import Callback, DataModule, TrainModule
+from trainkit.callbacks import ModelCheckpoint
 from trainkit.console import TrainkitWarning
-from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError
+from trainkit.errors import (
+    ConfigurationError,
+    MissingMethodError,
+    MissingPackageError,
+    ModuleError,
+    NotAvailableError,
+    UnsupportedArgumentError,
+)
 
 # Without a Trainer
 
@@ -316,3 +330,194 @@ def test_a_data_module_knows_its_trainer() -> None:
     ]
     assert trainer.datamodule is data
     assert copy.deepcopy(data).trainer is None
+
+
+def test_a_trainer_can_be_assigned() -> None:
+    trainer, module = make_trainer(), TinyModule()
+    module.child = TinyModule()
+    module.trainer = trainer
+    assert module.trainer is module.child.trainer is trainer
+    module.trainer = None
+    with pytest.raises(ModuleError, match="not attached to a Trainer"):
+        module.child.trainer
+    assert not any("trainer" in name for name in module.state_dict())
+
+
+def test_the_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert TinyModule().on_gpu is False
+    monkeypatch.setattr(TinyModule, "device", torch.device("cuda", 0))
+    assert TinyModule().on_gpu is True
+
+
+def test_one_optimizer_is_toggled() -> None:
+    seen = []
+
+    class Two(TinyModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            first, _ = self.optimizers()
+            with suppress(KeyError), self.toggled_optimizer(first):
+                seen.append((self.layer.weight.requires_grad, self.other.weight.requires_grad))
+                raise KeyError
+            seen.append((self.layer.weight.requires_grad, self.other.weight.requires_grad))
+            self.manual_backward(self.loss(batch))
+            first.step()
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.layer, self.other)]
+
+    make_trainer(max_steps=1).fit(Two(), tiny_loader())
+    assert seen == [(True, False), (True, True)]
+
+
+def test_modules_inside_follow_the_run() -> None:
+    steps = []
+
+    class Outer(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TinyModule()
+
+        def on_train_batch_end(self, *given: object) -> None:
+            steps.append((self.inner.global_step, self.inner.trainer is self.trainer))
+
+    make_trainer(max_steps=2).fit(Outer(), tiny_loader())
+    assert steps == [(1, True), (2, True)]
+
+
+def walked(thing: Any) -> set[str]:
+    """The public properties of an object; reading one raises nothing, or an AttributeError that says more than its name."""
+    names = {name for name in dir(type(thing)) if isinstance(getattr(type(thing), name), property) and name[0] != "_"}
+    for name in names:
+        with suppress(NotAvailableError):  # an AttributeError of another kind fails the test
+            getattr(thing, name)
+    return names
+
+
+def test_tools_may_look_at_every_property() -> None:
+    """`inspect`, `torch.jit` and `hasattr` read all attributes, of modules and trainers before and after a run."""
+    fresh, module = TinyModule(), TinyModule()
+    callbacks = [kind() for kind in without_arguments()]
+    loose = [kind() for kind in without_arguments()]
+    trainer = make_trainer(ModelCheckpoint(), max_epochs=1, enable_checkpointing=True)
+    before = make_trainer()
+    trainer.fit(module, tiny_loader(4))
+    for thing in (fresh, module, trainer, before, *trainer.callbacks, *callbacks, *loose):
+        walked(thing)
+        inspect.getmembers(thing)
+    assert {"sample_mask", "trainer", "device"} <= walked(module)
+    assert len(callbacks) > 20
+    assert not hasattr(fresh, "sample_mask")
+    assert not hasattr(before, "lightning_module")
+    with pytest.raises(NotAvailableError, match="not attached to a Trainer"):
+        fresh.sample_mask
+
+
+def without_arguments() -> list[Any]:
+    """The callbacks that need no argument."""
+    found = []
+    for name in trainkit.callbacks.__all__:
+        kind = getattr(trainkit.callbacks, name)
+        if not (inspect.isclass(kind) and issubclass(kind, Callback)):
+            continue
+        needed = [p for p in inspect.signature(kind).parameters.values() if p.default is p.empty and p.kind < p.VAR_POSITIONAL]
+        if not needed:
+            found.append(kind)
+    return found
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_module_can_be_traced_scripted_and_drawn(attached: bool, run_dir: Path) -> None:
+    module, batch = TinyModule(), torch.ones(2, 4)
+    if attached:
+        make_trainer(max_epochs=1).fit(module, tiny_loader(4))
+    expected = module(batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch advises torch.export
+        assert torch.equal(torch.jit.trace(module, batch)(batch), expected)
+        assert torch.equal(torch.jit.script(module)(batch), expected)
+        with SummaryWriter(str(run_dir)) as writer:
+            writer.add_graph(module, batch)
+    assert list(run_dir.glob("events*"))
+
+
+def test_an_error_of_an_own_property_is_shown() -> None:
+    """`nn.Module` says that the property is missing."""
+
+    class Wrong(TinyModule):
+        @property
+        def size(self) -> int:
+            return self.layer.missing  # type: ignore[no-any-return]
+
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'missing'"):
+        Wrong().size
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What `torch.onnx.export` was called with."""
+    made: list[tuple[Any, ...]] = []
+
+    def export(module: nn.Module, args: Any, file: Any, **options: Any) -> str:
+        made.append((args, file, options, module.training, torch.is_grad_enabled()))
+        return "program"
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    return made
+
+
+def test_what_torch_gets(calls: list[tuple[Any, ...]], run_dir: Path) -> None:
+    module, x = TinyModule(), torch.zeros(1, 4)
+    module.layer.eval()
+    assert module.to_onnx(run_dir / "model.onnx", x, verbose=False) == "program"
+    assert calls == [((x,), run_dir / "model.onnx", {"verbose": False}, False, False)]
+    assert (module.training, module.layer.training) == (True, False)
+    module.example_input_array = (x,)
+    module.to_onnx()
+    assert calls[1][:3] == ((x,), None, {})
+
+
+def test_without_an_input() -> None:
+    with pytest.raises(ConfigurationError, match=r"TinyModule.to_onnx needs an input of forward. Pass it: module.to_onnx"):
+        TinyModule().to_onnx("model.onnx")
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript"])
+def test_a_missing_package(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(*args: Any, **options: Any) -> None:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    module = TinyModule()
+    with pytest.raises(MissingPackageError, match=f"needs the package '{package}'.* pip install onnx onnxscript"):
+        module.to_onnx("model.onnx", torch.zeros(1, 4))
+    assert module.training
+
+
+def test_another_missing_module_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(*args: Any, **options: Any) -> None:
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+
+    monkeypatch.setattr(torch.onnx, "export", export)
+    with pytest.raises(ModuleNotFoundError, match="mine"):
+        TinyModule().to_onnx("model.onnx", torch.zeros(1, 4))
+
+
+def test_tensorrt_is_refused() -> None:
+    with pytest.raises(
+        UnsupportedArgumentError, match=r"to_tensorrt is not supported. Use the package torch_tensorrt: torch_te"
+    ):
+        TinyModule().to_tensorrt("model.pt", input_sample=torch.zeros(1, 4))
+
+
+def test_torchscript_is_refused_and_the_advice_works(run_dir: Path) -> None:
+    module, x = TinyModule(), torch.randn(3, 4)
+    with pytest.raises(UnsupportedArgumentError, match=r"to_torchscript is not supported.* Use torch.export:") as error:
+        module.to_torchscript("model.pt", method="trace")
+    exec(str(error.value).partition("torch.export: ")[2], {"torch": torch, "module": module, "x": x})
+    assert torch.equal(torch.export.load("model.pt2").module()(x), module(x))

@@ -113,8 +113,7 @@ class DataModule(HyperparametersMixin, DataHooks):
             UnknownNameError: `__init__` does not accept an override.
             ConfigurationError: `trust` is no list of packages.
         """
-        from trainkit.module.from_checkpoint import build_data_module
-        from trainkit.module.trusted import Trust
+        from trainkit.module.from_checkpoint import Trust, build_data_module
 
         return build_data_module(cls, checkpoint_path, Trust(trust), overrides)
 

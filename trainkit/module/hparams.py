@@ -1,4 +1,4 @@
-"""Hyper-parameters: the arguments of `__init__` that `save_hyperparameters` collects."""
+"""Hyper-parameters: the arguments that `save_hyperparameters` collects, and what a checkpoint or a logger stores of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
-from types import FrameType
+from enum import Enum
+from functools import partial
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from trainkit.console import warn
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
-from trainkit.tagged_json.codec import is_omegaconf, plain_container
+from trainkit.tagged_json.codec import MAX_DEPTH, is_omegaconf, plain_container, registration_of, unsavable
 
-__all__ = ["AttributeDict", "HyperParameters", "HyperparametersMixin", "configured"]
+__all__ = [
+    "AttributeDict",
+    "HyperParameters",
+    "HyperparametersMixin",
+    "StorableHyperParameters",
+    "configured",
+    "omegaconf_names",
+]
 
-_DEPTH = 32  # a deeper structure contains itself
+
+# A deeper structure contains itself.
+_MAX_COPY_DEPTH = 32
 
 
 class _Configuration(NamedTuple):
@@ -89,7 +101,7 @@ class HyperparametersMixin:
     @property
     def hparams_initial(self) -> Any:
         """The hyper-parameters at the time of `save_hyperparameters`; modules and functions are not copied."""
-        return _copied(HyperParameters() if self._hparams_initial is None else self._hparams_initial)
+        return _copy_containers(HyperParameters() if self._hparams_initial is None else self._hparams_initial)
 
     def save_hyperparameters(
         self,
@@ -122,17 +134,17 @@ class HyperparametersMixin:
         else:
             configuration = _configuration.get()
             if configuration is not None and type(self) is configuration.kind:
-                collected = _copied(dict(configuration.values))
+                collected = _copy_containers(dict(configuration.values))
                 object.__setattr__(self, "_hparams_class", configuration.class_path)
             else:
                 collected = _arguments(self, caller)
-            collected = {name: _named(name, collected) for name in args} if args else collected
+            collected = {name: _argument(name, collected) for name in args} if args else collected
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         if len(args) == 1 and is_omegaconf(args[0]) and not ignored and (not self.hparams or self.hparams is args[0]):
             object.__setattr__(self, "_hparams", args[0])  # functions of OmegaConf accept no copy in a dict
         else:
             self._add_hparams(collected, ignored)
-        object.__setattr__(self, "_hparams_initial", _copied(self.hparams))
+        object.__setattr__(self, "_hparams_initial", _copy_containers(self.hparams))
         object.__setattr__(self, "_log_hyperparams", logger)
 
     def _add_hparams(self, collected: Mapping[str, Any], ignored: Iterable[str]) -> None:
@@ -196,24 +208,24 @@ def _as_mapping(value: Any) -> dict[str, Any]:
     raise _not_arguments(value)
 
 
-def _copied(value: Any, depth: int = 0) -> Any:
+def _copy_containers(value: Any, depth: int = 0) -> Any:
     """A value with copied containers, so that later changes do not affect it; other objects are shared."""
-    if depth > _DEPTH:
+    if depth > _MAX_COPY_DEPTH:
         return value
     if isinstance(value, dict):
         entries = copy.copy(value)  # of the same class
         for key, item in value.items():
-            entries[key] = _copied(item, depth + 1)
+            entries[key] = _copy_containers(item, depth + 1)
         return entries
     if type(value) in (list, tuple):
-        return type(value)(_copied(item, depth + 1) for item in value)
+        return type(value)(_copy_containers(item, depth + 1) for item in value)
     if isinstance(value, set) or is_omegaconf(value):
         return copy.deepcopy(value)
     if isinstance(value, Namespace) or (is_dataclass(value) and not isinstance(value, nn.Module | type)):
-        made: Any = copy.copy(value)
-        if hasattr(made, "__dict__"):
-            vars(made).update({name: _copied(item, depth + 1) for name, item in vars(value).items()})
-        return made
+        duplicate: Any = copy.copy(value)
+        if hasattr(duplicate, "__dict__"):
+            vars(duplicate).update({name: _copy_containers(item, depth + 1) for name, item in vars(value).items()})
+        return duplicate
     return value
 
 
@@ -224,7 +236,7 @@ def _not_arguments(value: Any) -> ConfigurationError:
     )
 
 
-def _named(name: Any, collected: dict[str, Any]) -> Any:
+def _argument(name: Any, collected: dict[str, Any]) -> Any:
     if not isinstance(name, str):
         raise _not_arguments(name)
     if name not in collected:
@@ -233,3 +245,130 @@ def _named(name: Any, collected: dict[str, Any]) -> Any:
             f"{nearest(str(name), collected)}"
         )
     return collected[name]
+
+
+_OMITTED = object()
+
+
+def omegaconf_names(owner: Any) -> list[Any]:
+    """The names of the hyper-parameters that are OmegaConf containers, which checkpoints store as dicts and lists.
+
+    If one container holds all hyper-parameters: the name of the argument that it was.
+    """
+    if is_omegaconf(owner.hparams):
+        return [owner._hparams_name]
+    return [name for name, value in owner.hparams.items() if is_omegaconf(value)]
+
+
+class StorableHyperParameters:
+    """The hyper-parameters of `owner` that a checkpoint can store. A warning names the others, once for each owner.
+
+    Args:
+        owner: A module or a data module.
+        code: Include classes and functions, which loggers record by name.
+
+    Attributes:
+        values: The hyper-parameters that can be stored, by name.
+        attributes: Where a value with attributes is stored as a dict or a tuple: the keys that lead to it, and the names of
+            the items of a tuple, else `None`. Values inside others come first.
+    """
+
+    def __init__(self, owner: Any, code: bool = False) -> None:
+        self._code = code
+        self.attributes: list[Any] = []
+        # The keys that lead to the present value.
+        self._keys: list[Any] = []
+        # The path to each value that cannot be stored, and the key of the hyper-parameter that it is in.
+        self._omitted: dict[str, Any] = {}
+        self.values: dict[Any, Any] = {}
+        for key, value in plain_container(owner.hparams).items():
+            storable = self._at(key, value, str(key), 0)
+            if storable is not _OMITTED:
+                self.values[key] = storable
+        if self._omitted and not getattr(owner, "_omitted_warned", False):
+            object.__setattr__(owner, "_omitted_warned", True)
+            self._warn(owner)
+
+    def _warn(self, owner: Any) -> None:
+        name = type(owner).__name__
+        keys = [key for key in dict.fromkeys(self._omitted.values()) if isinstance(key, str) and key.isidentifier()]
+        fixes = []
+        if keys and hasattr(owner, "load_from_checkpoint"):
+            again = ", ".join(f"{key}=..." for key in keys)
+            fixes.append(f"Pass them again when you load a checkpoint: {name}.load_from_checkpoint(path, {again})")
+        if keys:
+            fixes.append(f"To not save them: self.save_hyperparameters(ignore={keys})")
+        warn(
+            f"{name}: checkpoints cannot store these hyper-parameters, and loggers record at most their names: "
+            f"{', '.join(self._omitted)}. Expected plain values, got modules, functions, classes or other objects. They stay "
+            "in self.hparams. " + ". ".join(fixes)
+        )
+
+    def _at(self, key: Any, value: Any, path: str, depth: int) -> Any:
+        """The part of the value of a key that can be stored, or `_OMITTED`."""
+        self._keys.append(key)
+        storable = self._storable(value, path, depth)
+        if storable is not _OMITTED and _has_attributes(value):
+            self.attributes.append([list(self._keys), list(getattr(value, "_fields", ())) or None])
+        self._keys.pop()
+        return storable
+
+    def _storable(self, value: Any, path: str, depth: int) -> Any:
+        """The part of a value that can be stored, or `_OMITTED`."""
+        if depth >= MAX_DEPTH:  # it contains itself
+            return self._omit(path)
+        if is_omegaconf(value) or registration_of(type(value)) is not None:
+            return value if unsavable(value, path) is None else self._omit(path)
+        if isinstance(value, Enum):
+            return self._storable(value.value, path, depth + 1)
+        if (items := _items_of(value)) is not None:
+            return self._storable_items(items, path, depth)
+        if type(value) in (list, tuple) or _is_named_tuple(value):
+            return self._storable_list(value, path, depth)
+        if callable(value):  # a module, function or class: a checkpoint cannot store it
+            self._omit(path)
+            return value if self._code and _has_name(value) else _OMITTED
+        return value if unsavable(value, path) is None else self._omit(path)
+
+    def _storable_items(self, items: Mapping[Any, Any], path: str, depth: int) -> dict[Any, Any]:
+        storable = {key: self._at(key, item, f"{path}.{key}", depth + 1) for key, item in items.items()}
+        return {key: item for key, item in storable.items() if item is not _OMITTED}
+
+    def _storable_list(self, value: Any, path: str, depth: int) -> Any:
+        """A list or tuple is stored completely or not at all: without some items, the positions of the others would change."""
+        items = [self._at(index, item, f"{path}[{index}]", depth + 1) for index, item in enumerate(value)]
+        if inside := [omitted for omitted in self._omitted if omitted.startswith(f"{path}[")]:
+            for omitted in inside:
+                del self._omitted[omitted]
+            self._omit(path)
+        return _OMITTED if any(item is _OMITTED for item in items) else (list if type(value) is list else tuple)(items)
+
+    def _omit(self, path: str) -> Any:
+        self._omitted[path] = self._keys[0]
+        return _OMITTED
+
+
+def _has_name(value: Any) -> bool:
+    """Whether a logger can record code by its name."""
+    return isinstance(value, type | partial) or hasattr(value, "__qualname__")
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether the items of a value that is stored as a dict or a tuple are attributes too."""
+    if is_omegaconf(value) or registration_of(type(value)) is not None:
+        return False
+    items = _items_of(value)
+    return _is_named_tuple(value) or (items is not None and (items is not value or hasattr(type(value), "__getattr__")))
+
+
+def _items_of(value: Any) -> Mapping[Any, Any] | None:
+    """The items of a mapping, the attributes of a `Namespace` or the fields of a dataclass; `None` for other values."""
+    if isinstance(value, Namespace | SimpleNamespace):
+        return vars(value)
+    if is_dataclass(value) and not callable(value):  # classes and modules are callable
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value if isinstance(value, Mapping) else None

@@ -5,29 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checks import choice
-from trainkit.console import warn
-from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, UnknownNameError, nearest
+from trainkit.console import echo, warn
+from trainkit.errors import (
+    ConfigurationError,
+    MetricError,
+    MissingMethodError,
+    MissingPackageError,
+    NotAvailableError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+    nearest,
+)
 from trainkit.metrics.values import check_group
-from trainkit.module.attached import AttachedModule
-from trainkit.module.exportable import ExportableModule
 from trainkit.module.hparams import HyperparametersMixin
 from trainkit.module.overridable_hooks import ModuleHooks
 from trainkit.optim.gradients import toggle, untoggle
 from trainkit.optim.prepared import PreparedOptimizer
 
+if TYPE_CHECKING:
+    from trainkit.trainer.trainer import Trainer
+
 __all__ = ["LightningModule", "TrainModule"]
+
 
 M = TypeVar("M", bound="TrainModule")
 
 
-class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableModule):
+class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
     """A `torch.nn.Module` that also defines how it is trained. Define at least `training_step` and `configure_optimizers`.
 
     Attributes:
@@ -57,7 +68,12 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
 
     automatic_optimization: bool = True
     strict_loading: bool = True
+    example_input_array: Any = None
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    # Lightning's, for Fabric and for strategies with a device mesh; a Trainer sets neither.
+    fabric: None = None
+    device_mesh: None = None
+    _trainer: Trainer | None = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the **mean** loss over the batch, a scalar; or a dict with it under `"loss"`.
@@ -359,8 +375,7 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
             StateMismatchError: The weights do not fit.
             ConfigurationError: `trust` is no list of packages.
         """
-        from trainkit.module.from_checkpoint import build_from_checkpoint
-        from trainkit.module.trusted import Trust
+        from trainkit.module.from_checkpoint import Trust, build_from_checkpoint
 
         return build_from_checkpoint(cls, checkpoint_path, map_location, strict, Trust(trust), overrides)
 
@@ -375,6 +390,179 @@ class TrainModule(HyperparametersMixin, ModuleHooks, AttachedModule, ExportableM
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the prediction; define it if you call the module itself."""
         raise MissingMethodError(f"{type(self).__name__} was called, but has no forward. Define: def forward(self, x): ...")
+
+    # -------------------------------------------------------------------------------------- the run that it is attached to
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            modules = self.__dict__.get("_modules")
+            if modules is not None and name in modules:  # the usual case in a step, without another call
+                return modules[name]
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                if isinstance(getattr(type(self), name, None), property):
+                    return object.__getattribute__(self, name)  # it has raised an AttributeError: show that
+                raise
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer that runs this module; before the first run, a `NotAvailableError`.
+
+        Assign it only in tests of your module: a run sets it.
+        """
+        if self._trainer is None:
+            raise NotAvailableError(f"{type(self).__name__} is not attached to a Trainer yet. Call trainer.fit(module) first.")
+        return self._trainer
+
+    @trainer.setter
+    def trainer(self, trainer: Trainer | None) -> None:
+        for module in self.modules():
+            if isinstance(module, TrainModule):
+                module._trainer = trainer
+
+    @property
+    def loggers(self) -> list[Any]:
+        """The loggers of the trainer; empty without a trainer."""
+        return [] if self._trainer is None else self._trainer.loggers
+
+    @property
+    def logger(self) -> Any | None:
+        """The first logger, or `None`."""
+        return self.loggers[0] if self.loggers else None
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the module's parameters."""
+        tensor: Tensor | None = next(self.parameters(), None)
+        if tensor is None:
+            tensor = next(self.buffers(), None)
+        if tensor is not None:
+            return tensor.device
+        return torch.device("cpu") if self._trainer is None else self._trainer.strategy.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the module's parameters are on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the module's floating-point parameters in the forward; between forwards they may be master weights."""
+        trainer = self._trainer
+        if trainer is not None and trainer.stage is not None and trainer.strategy.owns_masters:
+            return trainer.strategy.precision.parameter_dtype
+        return next((p.dtype for p in self.parameters() if p.is_floating_point()), torch.get_default_dtype())
+
+    @property
+    def global_step(self) -> int:
+        """Number of optimizer steps so far."""
+        return 0 if self._trainer is None else self._trainer.global_step
+
+    @property
+    def current_epoch(self) -> int:
+        """Index of the current epoch, from 0."""
+        return 0 if self._trainer is None else self._trainer.current_epoch
+
+    @property
+    def global_rank(self) -> int:
+        """The rank of this process."""
+        return 0 if self._trainer is None else self._trainer.strategy.rank
+
+    @property
+    def local_rank(self) -> int:
+        """The rank of this process on its node."""
+        return 0 if self._trainer is None else self._trainer.strategy.local_rank
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the main process only, above the progress bar; the arguments are those of `print`."""
+        if self._trainer is None:
+            echo(*args, **kwargs)
+        else:
+            self._trainer.print(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy, or a worker process, needs the module without its run.
+        return {**self.__dict__, "_trainer": None}
+
+    # -------------------------------------------------------------------------------------------------------------- export
+
+    def to_onnx(
+        self, file_path: str | PathLike[str] | None = None, input_sample: Any = None, **kwargs: Any
+    ) -> torch.onnx.ONNXProgram | None:
+        """Export `forward` to ONNX with `torch.onnx.export`, in eval mode.
+
+        It needs the packages onnx and onnxscript. `torch.export.export(module.eval(), (x,))` needs none, and exports for
+        other programs that use PyTorch.
+
+        Args:
+            file_path: The file to write. Default: write none.
+            input_sample: An input of `forward`: a tensor, or a tuple of its arguments. Default: `example_input_array`.
+            **kwargs: Arguments of `torch.onnx.export`, such as `dynamic_shapes`.
+
+        Returns:
+            The program; `None` with `dynamo=False`.
+
+        Raises:
+            ConfigurationError: There is no input.
+            MissingPackageError: A package is missing.
+
+        Example:
+            ```python
+            module.to_onnx("model.onnx", torch.randn(1, 64))
+            ```
+        """
+        sample = self.example_input_array if input_sample is None else input_sample
+        if sample is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.to_onnx needs an input of forward. Pass it: module.to_onnx('model.onnx', "
+                "torch.randn(1, 64)); or set self.example_input_array in __init__."
+            )
+        modes = {module: module.training for module in self.modules()}
+        self.eval()
+        try:
+            with torch.no_grad():
+                return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
+        except ModuleNotFoundError as error:
+            if error.name not in ("onnx", "onnxscript", "onnx_ir"):
+                raise
+            raise MissingPackageError(
+                f"to_onnx needs the package {error.name!r}, which is not installed. Install what torch.onnx needs: "
+                "pip install onnx onnxscript"
+            ) from error
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+
+    def to_torchscript(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Lightning's name; PyTorch has deprecated TorchScript.
+
+        Args:
+            *args: No effect.
+            **kwargs: No effect.
+
+        Raises:
+            UnsupportedArgumentError: Always; it names what to use.
+        """
+        raise UnsupportedArgumentError(
+            "to_torchscript is not supported: PyTorch has deprecated TorchScript. Use torch.export: "
+            "torch.export.save(torch.export.export(module.eval(), (x,)), 'model.pt2')"
+        )
+
+    def to_tensorrt(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Lightning's name; the package torch_tensorrt compiles a module itself.
+
+        Args:
+            *args: No effect.
+            **kwargs: No effect.
+
+        Raises:
+            UnsupportedArgumentError: Always; it names what to use.
+        """
+        raise UnsupportedArgumentError(
+            "to_tensorrt is not supported. Use the package torch_tensorrt: torch_tensorrt.compile(module.eval(), inputs=[x])"
+        )
 
 
 # torch.jit.script compiles the other properties of a module.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from trainkit.metrics.sync import gather_states, merge_states
-from trainkit.state.hyper import stored, stored_attributes, stored_omegaconf
+from trainkit.module.hparams import StorableHyperParameters, omegaconf_names
 from trainkit.state.parts import Parts
 from trainkit.state.plug_ins import keyed, logger_states, report_callbacks, restore_callbacks, restore_loggers, restoring
 from trainkit.trainer.progress import Phase, Stop
@@ -52,11 +52,12 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
 
 def _hyper_parameters(owner: Any, key: str) -> dict[str, Any]:
     """What `load_from_checkpoint` needs to create the module or the data module."""
+    storable = StorableHyperParameters(owner)
     state = {
-        key: stored(owner),
+        key: storable.values,
         f"{key}_name": owner._hparams_name,
-        f"{key}_omegaconf": stored_omegaconf(owner),
-        f"{key}_attributes": stored_attributes(owner),
+        f"{key}_omegaconf": omegaconf_names(owner),
+        f"{key}_attributes": storable.attributes,
     }
     return state if owner._hparams_class is None else {**state, f"{key}_class": owner._hparams_class}
 

@@ -18,7 +18,7 @@ from trainkit.checkpoint import open_checkpoint
 from trainkit.cli import TrainkitCLI
 from trainkit.cli.for_scripts.saved_arguments import module_from_config
 from trainkit.errors import CheckpointError, StateMismatchError
-from trainkit.module.trusted import Trust
+from trainkit.module.from_checkpoint import Trust
 
 ENCODER = ("--model.encoder=torch.nn.Linear", "--model.encoder.in_features=4", "--model.encoder.out_features=4")
 

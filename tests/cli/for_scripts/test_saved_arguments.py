@@ -16,7 +16,7 @@ from torch import nn
 
 import trainkit.cli.for_scripts.argument_parser  # noqa: F401 - registers what torch's functions are called
 from trainkit.cli.for_scripts.saved_arguments import sort_for
-from trainkit.module.trusted import Trust
+from trainkit.module.from_checkpoint import Trust
 
 
 class Color(Enum):

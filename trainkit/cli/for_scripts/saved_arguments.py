@@ -37,8 +37,8 @@ from trainkit.cli.for_scripts.argument_parser import TrainkitArgumentParser, cla
 from trainkit.console import notice
 from trainkit.errors import CheckpointError
 from trainkit.launch.environment import option, options
+from trainkit.module.from_checkpoint import Trust
 from trainkit.module.hparams import configured
-from trainkit.module.trusted import Trust
 from trainkit.paths import local_path
 from trainkit.trainer.resume import WORDS
 
