@@ -20,12 +20,10 @@ import yaml
 from torch import Tensor
 
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.checkpoint.commit import Committed
-from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, write_pointer
-from trainkit.checkpoint.identify import checkpoint_identity
-from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.commit import CommitResult
+from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, write_pointer
+from trainkit.checkpoint.manifest import Manifest, checkpoint_identity
 from trainkit.checkpoint.reader import inspect_checkpoint
-from trainkit.checkpoint.removal import remove
 from trainkit.checks import whole_number
 from trainkit.console import notice, prints_here
 from trainkit.errors import CheckpointError, ConfigurationError, MissingMetricError, UnsupportedArgumentError, nearest
@@ -435,7 +433,7 @@ class CheckpointHistory(Checkpoint):
         later = self._finite[: self._finite.index(path)] if path in self._finite else self._finite
         self._finite = tuple(dict.fromkeys((*later, *save.finite)))[:2]
 
-    def _complete(self, save: Save, checkpointing: Any, main: bool, written: Committed) -> None:
+    def _complete(self, save: Save, checkpointing: Any, main: bool, written: CommitResult) -> None:
         """Called in the writer's thread when a checkpoint is complete; the main process removes outdated ones."""
         save.committed = True
         if not written.finite:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.checkpoint.commit import Committed
+from trainkit.checkpoint.commit import CommitResult
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 from trainkit.paths import local_path
@@ -83,7 +83,7 @@ class OnExceptionCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, module: TrainModule) -> str:
         """Save; returns whether that worked, as text. A failure is a warning, because the exception must not be hidden."""
-        saved: list[Committed] = []
+        saved: list[CommitResult] = []
         trainer._save_policy.save(
             Path(self.dirpath),
             os.path.basename(self.ckpt_path),

@@ -1,6 +1,6 @@
 """Paths that users pass: `~` is expanded, and a URL such as `s3://bucket/run` becomes a local staging folder.
 
-Everything is written to the staging folder, as to any other folder, and `trainkit.checkpoint.staging` copies it to the URL.
+Everything is written to the staging folder, as to any other folder, and `trainkit.checkpoint.remote` copies it to the URL.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _URL = re.compile(
 )  # at least two letters, unlike a Windows drive; Path("s3://x") has one slash
 _STAGING = "trainkit_remote"  # below the working directory, unless TRAINKIT_STAGING names another folder
 
-# Staging folder of a scheme → the scheme. Filled when a URL is first used: the working directory may change later.
+# RemoteSync folder of a scheme → the scheme. Filled when a URL is first used: the working directory may change later.
 _schemes: dict[Path, str] = {}
 # URL of a host as messages and the name of its staging folder show it → the same with the password, kept in memory only.
 _passwords: dict[str, str] = {}

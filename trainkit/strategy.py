@@ -17,8 +17,8 @@ from trainkit.distributed.requested_devices import RequestedDevices, find_device
 from trainkit.distributed.world import Ranks
 from trainkit.errors import ConfigurationError
 from trainkit.nested import move
-from trainkit.optim.gradients import clamp_gradient, total_norm
 from trainkit.optim.optimizer_copy import StoredOptimizer
+from trainkit.optim.optimizer_gradients import clamp_gradient, total_norm
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.registry import SINGLE, StrategyInfo
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trainkit.checkpoint.plain_files import load
 from trainkit.compat.accelerate_names.available import (
     is_bf16_available,
     is_comet_ml_available,
@@ -26,11 +27,7 @@ from trainkit.compat.accelerate_names.available import (
 )
 from trainkit.compat.accelerate_names.basic_config import write_basic_config
 from trainkit.compat.accelerate_names.choices import DynamoBackend, LoggerType, PrecisionType
-from trainkit.compat.accelerate_names.modeling import (
-    extract_model_from_parallel,
-    is_compiled_module,
-    load_checkpoint_in_model,
-)
+from trainkit.compat.accelerate_names.modeling import extract_model_from_parallel, is_compiled_module, load_checkpoint_in_model
 from trainkit.compat.accelerate_names.operations import (
     broadcast,
     broadcast_object_list,
@@ -61,7 +58,6 @@ from trainkit.config.kwargs_handlers import (
 )
 from trainkit.launch.notebook import notebook_launcher
 from trainkit.names import absent
-from trainkit.state.single_file import load
 from trainkit.tuner.executable_batch_size import find_executable_batch_size, release_memory
 
 __all__ = [

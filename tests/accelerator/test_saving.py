@@ -1,4 +1,4 @@
-"""`Accelerator.save`, `get_state_dict` and `save_model`. The file format is tested in `tests/state/test_single_file.py`."""
+"""`Accelerator.save`, `get_state_dict` and `save_model`. `tests/checkpoint/test_plain_files.py` tests the file format."""
 
 from __future__ import annotations
 

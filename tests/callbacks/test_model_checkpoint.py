@@ -21,7 +21,7 @@ import yaml
 from helpers.resume.checkpoints import draft
 
 from trainkit.callbacks import ModelCheckpoint, model_checkpoint
-from trainkit.checkpoint.commit import Committed, commit
+from trainkit.checkpoint.commit import CommitResult, commit
 from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
@@ -125,7 +125,7 @@ class Checkpointing:
         replace: bool,
         blocking: bool,
         before_capture: Callable[[Path], None],
-        committed: Callable[[Committed], None],
+        committed: Callable[[CommitResult], None],
         failed: Callable[[Exception], None],
     ) -> Path:
         self.wait()

@@ -16,11 +16,11 @@ from helpers.resume.checkpoints import content, names
 from helpers.worlds.threaded import GoneError, run_groups, try_groups
 from safetensors.torch import load_file
 
-from trainkit.checkpoint import all_ranks
 from trainkit.checkpoint import commit as module
 from trainkit.checkpoint import draft as drafts
+from trainkit.checkpoint import ranks
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 from trainkit.checkpoint.commit import commit
-from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError
@@ -34,21 +34,21 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE_BYTES", 8000)
 
 
-def drafted(group: ThreadExchange, **changes: Any) -> Draft:
+def drafted(group: ThreadExchange, **changes: Any) -> CheckpointPlan:
     """A draft with the same tensors on all ranks and a different state on each."""
     made = content(2, **{"tensors": TENSORS, "state": {"rank": group.rank}, **changes})
-    return Draft(made, rank=group.rank, ranks=group.size)
+    return CheckpointPlan(made, rank=group.rank, ranks=group.size)
 
 
-def written_by(draft: Draft) -> list[str]:
+def written_by(draft: CheckpointPlan) -> list[str]:
     """Names of the files that the rank of this draft writes."""
     return [name for name, _ in draft.files()]
 
 
-class Failing(Draft):
+class Failing(CheckpointPlan):
     """A draft whose files cannot be written."""
 
     error: BaseException = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -57,7 +57,7 @@ class Failing(Draft):
         raise self.error
 
 
-def failing(group: ThreadExchange, ranks: tuple[int, ...], error: BaseException | None = None) -> Draft:
+def failing(group: ThreadExchange, ranks: tuple[int, ...], error: BaseException | None = None) -> CheckpointPlan:
     """A draft that cannot be written on the given ranks, by default because the disk is full."""
     made = drafted(group)
     if group.rank in ranks:
@@ -104,7 +104,7 @@ def test_each_process_writes_about_as_much_and_no_two_the_same(size: int) -> Non
 
 def test_small_stems_are_distributed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the tensors are small, each group of tensors (model, optimizer) is written by one rank."""
-    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 10**6)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE_BYTES", 10**6)
     first, second = (drafted(ThreadExchange("", None, rank, 2)) for rank in range(2))
     assert "model.safetensors" in written_by(first)
     assert written_by(second) == ["optimizer.safetensors"]
@@ -235,7 +235,7 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
 
 
 def test_a_process_that_does_not_see_the_folder(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 0.2)
+    monkeypatch.setattr(ranks, "_VISIBLE_WITHIN_SECONDS", 0.2)
     monkeypatch.setattr(module._Commit, "write", elsewhere(module._Commit.write))
     ends = try_groups(2, lambda group: commit(drafted(group), Path("a"), group=group))
     assert {type(end) for end in ends} == {CheckpointWriteError}

@@ -25,10 +25,11 @@ from trainkit.checkpoint.folder import (
     list_checkpoints,
     next_counter,
     read_pointer,
+    remove,
+    remove_leftovers,
     write_pointer,
 )
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest
-from trainkit.checkpoint.removal import remove, remove_leftovers
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
 
@@ -243,7 +244,7 @@ def test_of_a_link_the_link_is_removed(run_dir: Path) -> None:
 REMOVER = """
 import os, signal, sys
 from pathlib import Path
-from trainkit.checkpoint.removal import remove
+from trainkit.checkpoint.folder import remove
 
 for number, path in enumerate(sys.argv[1:]):
     child = os.fork()
@@ -359,7 +360,7 @@ AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from trainkit.checkpoint.folder import check_writable, write_pointer
-from trainkit.checkpoint.removal import remove
+from trainkit.checkpoint.folder import remove
 from trainkit.checkpoint.lock import FolderLock
 from trainkit.errors import CheckpointWriteError
 

@@ -11,9 +11,8 @@ import pytest
 from helpers.resume.checkpoints import make
 
 from trainkit.checkpoint.folder import candidates, folders_below, list_checkpoints
-from trainkit.checkpoint.identify import why_not_a_checkpoint
 from trainkit.checkpoint.lock import LOCK, FolderLock
-from trainkit.checkpoint.manifest import DIGEST
+from trainkit.checkpoint.manifest import DIGEST, why_not_a_checkpoint
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.checkpoint.listing import checkpoints_at
 from trainkit.errors import CheckpointNotFoundError

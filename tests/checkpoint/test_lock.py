@@ -96,7 +96,7 @@ def content(folder: Path) -> dict[str, Any]:
 
 
 def elsewhere(folder: Path, **changes: Any) -> bytes:
-    """Content of the lock file of a process on another host."""
+    """CheckpointContent of the lock file of a process on another host."""
     with taken(folder):
         value = content(folder)
     data = json.dumps({**value, "host": "elsewhere", "boot": "b", "pid": 77, "token": "t", "run_id": "far-run", **changes})

@@ -15,11 +15,10 @@ import torch
 from helpers.resume.checkpoints import IMPORTABLE, content, load, make, names
 
 from trainkit.checkpoint import open_checkpoint
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 from trainkit.checkpoint.commit import commit
-from trainkit.checkpoint.draft import Draft
 from trainkit.checkpoint.folder import candidates, list_checkpoints
-from trainkit.checkpoint.identify import is_checkpoint
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, is_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 
@@ -236,7 +235,7 @@ def test_all_missing_files_are_named(run_dir: Path) -> None:
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_not_called_damaged(run_dir: Path) -> None:
     path = make(run_dir / "checkpoint")
     checkpoint = open_checkpoint(path)
-    commit(Draft(content(step=20)), path, replace=True)
+    commit(CheckpointPlan(content(step=20)), path, replace=True)
     for read in (checkpoint.read, checkpoint.verify, lambda: checkpoint.attachment("state.json")):
         with pytest.raises(CheckpointError, match="replaced by another checkpoint while it was read") as caught:
             read()
@@ -252,10 +251,10 @@ import sys
 from pathlib import Path
 from helpers.resume.checkpoints import content
 from trainkit.checkpoint.commit import commit
-from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 print("ready", flush=True)
 for step in range(int(sys.argv[2])):
-    commit(Draft(content(step, step=step)), Path(sys.argv[1]), replace=True)
+    commit(CheckpointPlan(content(step, step=step)), Path(sys.argv[1]), replace=True)
 """
 
 

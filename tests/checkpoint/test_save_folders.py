@@ -11,17 +11,17 @@ import pytest
 from helpers.resume.checkpoints import make, names
 from helpers.worlds.threaded import run_threads, try_threads
 
-from trainkit.checkpoint import all_ranks
-from trainkit.checkpoint import save_folders as module
+from trainkit.checkpoint import ranks as ranks_module
+from trainkit.checkpoint import saver as module
 from trainkit.checkpoint.lock import LOCK, FolderLock
-from trainkit.checkpoint.save_folders import SaveFolders
+from trainkit.checkpoint.saver import SaveFolders
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointLockedError, CheckpointWriteError
 
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 0.2)
+    monkeypatch.setattr(ranks_module, "_VISIBLE_WITHIN_SECONDS", 0.2)
 
 
 def entered(world: World, folder: str = "a", run_id: str = "run1") -> SaveFolders:
@@ -176,11 +176,11 @@ def test_a_folder_that_cannot_be_looked_at(run_dir: Path, monkeypatch: pytest.Mo
 
 def test_what_appears_late_is_seen(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`wait_for_path` waits for a file that a network file system shows late, up to its limit."""
-    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 30.0)
+    monkeypatch.setattr(ranks_module, "_VISIBLE_WITHIN_SECONDS", 30.0)
     timer = threading.Timer(0.3, (run_dir / "late").touch)
     timer.start()
-    assert all_ranks.wait_for_path(run_dir / "late")
+    assert ranks_module.wait_for_path(run_dir / "late")
     timer.join()
-    monkeypatch.setattr(all_ranks, "_VISIBLE_WITHIN", 0.1)
-    assert not all_ranks.wait_for_path(run_dir / "nowhere" / "never")
+    monkeypatch.setattr(ranks_module, "_VISIBLE_WITHIN_SECONDS", 0.1)
+    assert not ranks_module.wait_for_path(run_dir / "nowhere" / "never")
     assert os.listdir(run_dir) == ["late"]

@@ -14,8 +14,8 @@ import torch
 from helpers.resume.checkpoints import IMPORTABLE, draft, verified
 from helpers.support import run_python
 
-from trainkit.checkpoint.commit import Committed
-from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
+from trainkit.checkpoint.commit import CommitResult
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.tensor_file import tensors_in
@@ -38,7 +38,7 @@ def saver() -> Iterator[Saver]:
 class Gate:
     """Blocks the writing of a draft until it is opened; opens by itself after `seconds`."""
 
-    def __init__(self, held: Draft, monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> None:
+    def __init__(self, held: CheckpointPlan, monkeypatch: pytest.MonkeyPatch, seconds: float = 30.0) -> None:
         self.reached, self._open = threading.Event(), threading.Event()
         files = held.files
 
@@ -68,7 +68,7 @@ def test_a_save_is_committed(run_dir: Path, saver: Saver, blocking: bool) -> Non
     manifests: list[Manifest | None] = []
     threads: list[threading.Thread] = []
 
-    def committed(written: Committed) -> None:
+    def committed(written: CommitResult) -> None:
         manifests.append(written.manifest)
         threads.append(threading.current_thread())
         verified(run_dir / "a")

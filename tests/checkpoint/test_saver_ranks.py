@@ -15,7 +15,7 @@ from helpers.worlds.threaded import run_groups, try_groups
 
 from trainkit.checkpoint import commit as commits
 from trainkit.checkpoint import draft as drafts
-from trainkit.checkpoint.draft import Draft
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.saver import Saver
 from trainkit.distributed.world import ThreadExchange
@@ -26,12 +26,12 @@ TENSORS = {"model": {f"w{n}": torch.arange(1000.0) + n for n in range(12)}}
 
 @pytest.fixture(autouse=True)
 def _divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "SPLIT_ABOVE", 8000)
+    monkeypatch.setattr(drafts, "SPLIT_ABOVE_BYTES", 8000)
 
 
-def drafted(group: ThreadExchange, counter: int = 1) -> Draft:
+def drafted(group: ThreadExchange, counter: int = 1) -> CheckpointPlan:
     made = content(counter, tensors={stem: {k: t.clone() for k, t in tensors.items()} for stem, tensors in TENSORS.items()})
-    return Draft(made, rank=group.rank, ranks=group.size)
+    return CheckpointPlan(made, rank=group.rank, ranks=group.size)
 
 
 class Saving:
@@ -43,7 +43,7 @@ class Saving:
         self.alerts = threading.Event()
         self.saver = Saver(self.alerts.set, group)
 
-    def save(self, draft: Draft, name: str = "a", **options: Any) -> None:
+    def save(self, draft: CheckpointPlan, name: str = "a", **options: Any) -> None:
         def committed(manifest: Any) -> None:
             self.committed += 1
 
@@ -100,7 +100,7 @@ def test_what_changes_after_the_copy_is_not_saved(run_dir: Path, monkeypatch: py
         own = Saving(group)
         tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
         made = content(tensors=tensors)
-        own.save(Draft(made, rank=group.rank, ranks=group.size))
+        own.save(CheckpointPlan(made, rank=group.rank, ranks=group.size))
         for tensor in tensors["model"].values():
             tensor.zero_()
         group.__class__("after", group._channel, group.rank, group.size).exchange(None)
@@ -143,7 +143,7 @@ def test_a_copy_that_fails_is_an_error_of_the_call_on_all(run_dir: Path) -> None
         own = Saving(group)
         tensors = {"model": {key: tensor.clone() for key, tensor in TENSORS["model"].items()}}
         made = content(tensors=tensors)
-        draft = Draft(made, rank=group.rank, ranks=group.size)
+        draft = CheckpointPlan(made, rank=group.rank, ranks=group.size)
         if group.rank == 1:
             for _, tensors in draft._tensors.values():
                 for tensor in tensors.values():

@@ -13,9 +13,8 @@ import torch
 from helpers.resume.checkpoints import make, seal
 from helpers.worlds.threaded import GoneError, run_groups, try_groups
 
-from trainkit.checkpoint import reader, shared_reading
-from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.checkpoint.shared_reading import read_on_all_ranks
+from trainkit.checkpoint import reader
+from trainkit.checkpoint.reader import open_checkpoint, read_on_all_ranks
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 
@@ -155,7 +154,7 @@ def test_one_that_is_replaced_after_the_verdict(checkpoint: Path, monkeypatch: p
 
 def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
     """Return a function that reads the checkpoint "a", but opens `instead` on rank 1."""
-    plain, ranks = shared_reading.open_checkpoint, threading.local()
+    plain, ranks = reader.open_checkpoint, threading.local()
 
     def work(group: ThreadExchange) -> Any:
         ranks.own = group.rank
@@ -164,7 +163,7 @@ def blind(monkeypatch: pytest.MonkeyPatch, instead: str) -> Any:
     def opened(path: str) -> Any:
         return plain(path if ranks.own != 1 else os.path.join(os.path.dirname(path), instead))
 
-    monkeypatch.setattr(shared_reading, "open_checkpoint", opened)
+    monkeypatch.setattr(reader, "open_checkpoint", opened)
     return work
 
 

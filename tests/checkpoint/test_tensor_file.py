@@ -167,7 +167,7 @@ def test_pieces_are_small_and_share_memory_where_they_can() -> None:
 
 def test_large_tensors_of_other_strides_are_copied_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """For any order of dimensions, at most one piece is copied at a time, never the whole tensor."""
-    monkeypatch.setattr(tensor_file, "_COPIED_AT_ONCE", 4096)
+    monkeypatch.setattr(tensor_file, "_MAX_COPY_BYTES", 4096)
     whole = torch.arange(40_000, dtype=torch.float32).view(4, 50, 200)
     copied = []
     original = Tensor.contiguous

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainkit import Accelerator, Callback
 from trainkit.checkpoint import open_checkpoint
-from trainkit.checkpoint.draft import Content
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError
 from trainkit.state.plug_ins import drafted
@@ -25,14 +25,16 @@ from trainkit.state.rank_checksums import checksums
 from trainkit.tagged_json.tensors import ShardedTensor
 
 
-def content(counter: int = 1, **changes: Tensor) -> Content:
+def content(counter: int = 1, **changes: Tensor) -> CheckpointContent:
     """A content of a parameter, a buffer and a moment, for a save with this number; `changes` replaces some."""
     values = {"weight": torch.arange(6.0), "mean": torch.zeros(2), "moment": torch.ones(6), **changes}
     tensors = {
         "model": {"weight": values["weight"], "mean": values["mean"]},
         "optimizer": {"0/weight/exp_avg": values["moment"]},
     }
-    return Content(tensors, {"models": [{"trained": {"weight": True}, "fingerprint": None}]}, about(save_counter=counter))
+    return CheckpointContent(
+        tensors, {"models": [{"trained": {"weight": True}, "fingerprint": None}]}, about(save_counter=counter)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64])

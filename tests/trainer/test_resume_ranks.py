@@ -22,9 +22,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trainkit import Accelerator, Callback, Trainer, set_seed
 from trainkit.callbacks import ModelCheckpoint
-from trainkit.checkpoint import all_ranks, save_folders
 from trainkit.checkpoint import commit as commits
 from trainkit.checkpoint import draft as drafts
+from trainkit.checkpoint import ranks, saver
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.reader import open_checkpoint
 
@@ -67,7 +67,7 @@ class At(Callback):
 
 def make(*callbacks: Callback, **arguments: Any) -> Trainer:
     """A Trainer with strategy='ddp' on all processes of the world, which shards even small checkpoints."""
-    drafts.SPLIT_ABOVE = 2000
+    drafts.SPLIT_ABOVE_BYTES = 2000
     defaults: dict[str, Any] = {
         "strategy": "ddp",
         "accelerator": "cpu",
@@ -178,7 +178,7 @@ class Loop:
     """Your own training loop with an `Accelerator`."""
 
     def __init__(self, seed: int = 3) -> None:
-        drafts.SPLIT_ABOVE = 2000
+        drafts.SPLIT_ABOVE_BYTES = 2000
         set_seed(5)
         self.accelerator = Accelerator(strategy="ddp")
         torch.manual_seed(seed)
@@ -386,11 +386,11 @@ def goes_on() -> tuple[int, int]:
 
 
 def fit_without_shared_folder(rank: int) -> tuple[str, str]:
-    all_ranks._VISIBLE_WITHIN = 0.2
+    ranks._VISIBLE_WITHIN_SECONDS = 0.2
     trainer = make()
     if trainer.global_rank == rank:
-        plain = save_folders.wait_for_path
-        save_folders.wait_for_path = lambda path: plain(Path("another machine") / path.name)
+        plain = saver.wait_for_path
+        saver.wait_for_path = lambda path: plain(Path("another machine") / path.name)
     return error_of(lambda: trainer.fit(Wide(), tiny_loader(), ckpt_path="auto"))
 
 

@@ -16,13 +16,12 @@ from trainkit.accelerator.accumulation import AccumulationState
 from trainkit.accelerator.naming import NumberedCheckpoints, number_of, rotate
 from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.saving import VerbGroup
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.commit import Committed
-from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
+from trainkit.checkpoint.commit import CommitResult
 from trainkit.checkpoint.folder import next_counter
-from trainkit.checkpoint.reader import Loaded
+from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
 from trainkit.checkpoint.saver import Saver
-from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import (
@@ -36,7 +35,7 @@ from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.paths import local_path
 from trainkit.state.model import has_adapters
 from trainkit.state.parts import Parts, SaveMode, about, capture, moved, restore, with_trained_weights
-from trainkit.state.plug_ins import drafted
+from trainkit.state.plug_ins import plan_checkpoint
 from trainkit.strategy import Strategy
 
 __all__ = ["PARTS", "Checkpointing", "Loop", "Prepared"]
@@ -96,7 +95,7 @@ class Checkpointing:
         self._strategy, self._world = strategy, strategy.world
         self._numbered, self._prepared, self._resumes = numbered, prepared, resumes
         self._saver = Saver(notify=lambda: None)
-        self._nonfinite: deque[Committed] = deque()  # the writer's thread appends
+        self._nonfinite: deque[CommitResult] = deque()  # the writer's thread appends
         self._warned = False
         self.registered: list[Any] = []
         self.run_id = secrets.token_hex(8)
@@ -156,7 +155,7 @@ class Checkpointing:
         if output_dir is not None:
             notice(f"save_state({str(output_dir)!r}): automatic_checkpoint_naming is on, so it is written to {path}.")
 
-        def done(written: Committed) -> None:
+        def done(written: CommitResult) -> None:
             self._note(written)
             rotate(path.parent, project.total_limit, written.manifest)
 
@@ -165,7 +164,7 @@ class Checkpointing:
         self._report()
         return path
 
-    def _note(self, written: Committed) -> None:
+    def _note(self, written: CommitResult) -> None:
         """Remember a checkpoint whose parameters are not finite; called in any thread."""
         if not written.finite:
             self._nonfinite.append(written)
@@ -250,10 +249,10 @@ class Checkpointing:
             )
         return self._numbered.active
 
-    def _read(self, path: str | PathLike[str]) -> Loaded:
+    def _read(self, path: str | PathLike[str]) -> LoadedCheckpoint:
         return read_on_all_ranks(path, self._world, mapped=self._strategy.reads_checkpoint_parts)
 
-    def _newest(self) -> tuple[Path, Loaded]:
+    def _newest(self) -> tuple[Path, LoadedCheckpoint]:
         """The newest complete checkpoint of those that are named by their number.
 
         Raises:
@@ -296,7 +295,7 @@ class Checkpointing:
         schedulers = [one.scheduler for one in prepared.schedulers]
         return Parts(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
 
-    def _draft(self, loop: Loop, path: Path) -> Draft:
+    def _draft(self, loop: Loop, path: Path) -> CheckpointPlan:
         """The current state as a checkpoint that has not been written.
 
         Raises:
@@ -336,10 +335,10 @@ class Checkpointing:
             position=positions[0] if positions else {},
             save=save,
         )
-        content = Content(taken.tensors, state, described, taken.attachments, parameters=taken.parameters)
-        return drafted(world, content)
+        content = CheckpointContent(taken.tensors, state, described, taken.attachments, parameters=taken.parameters)
+        return plan_checkpoint(world, content)
 
-    def _restore(self, loop: Loop, path: Path, loaded: Loaded, wanted: set[str], strict: bool, resumes: bool) -> None:
+    def _restore(self, loop: Loop, path: Path, loaded: LoadedCheckpoint, wanted: set[str], strict: bool, resumes: bool) -> None:
         """Load a checkpoint into what was prepared; what does not fit is raised before anything is changed.
 
         Raises:
@@ -391,7 +390,7 @@ class Checkpointing:
                 loader.resume_at(position, start)
         loop.accumulation.restore_counts(windows)
 
-    def _check_fits(self, path: Path, loaded: Loaded, wanted: Collection[str]) -> None:
+    def _check_fits(self, path: Path, loaded: LoadedCheckpoint, wanted: Collection[str]) -> None:
         """Compare the parts that the checkpoint and this loop have.
 
         Raises:

@@ -25,7 +25,7 @@ from trainkit.accelerator.reading import Reading
 from trainkit.accelerator.stepping import StepVerbs
 from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
 from trainkit.accelerator.weighing import Weighing
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.data.batches import BatchPadding
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import CollectiveError, ProcessFailedError
@@ -305,7 +305,7 @@ class Accelerator(ProcessVerbs, StepVerbs, ContextVerbs, CheckpointVerbs):
             self._trackers.end()
         finally:
             if self.is_main_process:
-                staging.finish()
+                remote_sync.finish()
 
     def clear(self, *objects: Any) -> Any:
         """Another name of `free_memory`."""

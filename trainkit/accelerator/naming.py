@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.identify import is_checkpoint
-from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.folder import remove
+from trainkit.checkpoint.manifest import Manifest, is_checkpoint
+from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import inspect_checkpoint
-from trainkit.checkpoint.removal import remove
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import notice
 from trainkit.distributed.world import World

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.in_precision import without_wrappers
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.plain_files import shard_size, write_object, write_weights
+from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.checkpoint.tensor_file import FiniteCheck
-from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.console import notice, shortened, warn
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError
@@ -24,7 +24,6 @@ from trainkit.paths import local_path
 from trainkit.state.adapters import adapter_folders
 from trainkit.state.model import capture_model, clean_names
 from trainkit.state.parts import configurations
-from trainkit.state.single_file import write_object
 from trainkit.strategy import Strategy
 from trainkit.tagged_json.tensors import is_sharded_tensor
 
@@ -129,8 +128,8 @@ class Saving:
         if found := [name for check in checks for name in check.found]:
             warn(f"save_model: parameters in {folder} are not finite: {shortened(found)}.")
         if world.is_main:
-            staging.add_log_folder(folder)
-            staging.finish()
+            remote_sync.add_log_folder(folder)
+            remote_sync.finish()
 
     def _refuse_without_values(self, state: Mapping[Any, Any]) -> None:
         """Refuse the `state_dict()` of a sharded model: its tensors have no elements.
@@ -153,7 +152,7 @@ class Saving:
 class VerbGroup:
     """The processes in one verb: a process that calls another verb is an error instead of a wait.
 
-    It is a `trainkit.checkpoint.all_ranks.Group`.
+    It is a `trainkit.checkpoint.ranks.Group`.
 
     Args:
         world: the processes.

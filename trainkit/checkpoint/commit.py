@@ -17,27 +17,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.all_ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
-from trainkit.checkpoint.draft import Draft
-from trainkit.checkpoint.identify import hidden_path
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line, hidden_path
+from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.regular_file import read_small_file
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.console import shortened
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.codec import MAX_JSON_BYTES
 
-__all__ = ["NONFINITE", "Committed", "check_target", "commit", "sync_folder"]
+__all__ = ["NONFINITE", "CommitResult", "check_target", "commit", "sync_folder"]
 
 NONFINITE = "-nonfinite"
 """What is appended to the name of a checkpoint that is not finite and would have replaced one that is."""
 
 _SINGLE_RANK = ThreadExchange()
-_ABANDONED_AFTER = 3600.0  # seconds without a change, after which an unfinished save is removed
+_ABANDONED_AFTER_SECONDS = 3600.0  # seconds without a change, after which an unfinished save is removed
 _FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may need in addition to its files
-_NAMED = 5  # parameters that are not finite that each rank tells the others
+_MAX_NAMES_PER_RANK = 5  # parameters that are not finite that each rank tells the others
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")
 # The files of a checkpoint whose manifest cannot be read.
 _OUR_NAMES = re.compile(r"manifest\.(json|sha256)|state\.json|.*\.safetensors(\.index\.json)?", re.DOTALL)
@@ -53,7 +52,7 @@ _FORBIDDEN = _numbers("EACCES", "EPERM", "EROFS")
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitResult:
     """A checkpoint that was written; the same on all ranks except for `manifest`.
 
     Attributes:
@@ -80,16 +79,16 @@ class Committed:
         return f"parameters in {self.path} are not finite: {shortened(self.nonfinite)}.{kept}"
 
 
-def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = _SINGLE_RANK) -> Committed:
+def commit(plan: CheckpointPlan, target: Path, *, replace: bool = False, group: Group = _SINGLE_RANK) -> CommitResult:
     """Write a checkpoint so that `target` is never incomplete, not even after a power failure.
 
     All files are written to `.<name>.tmp-<run_id>` next to `target` and synced, the manifest's digest last; then that
     folder is renamed. Parents of `target` are created. `target` may be an empty folder.
 
-    With several ranks, each writes and syncs the files of its `Draft`, and the main process does the rest. Collective.
+    With several ranks, each writes and syncs the files of its `CheckpointPlan`, and the main process does the rest. Collective.
 
     Args:
-        draft: what to write.
+        plan: what to write.
         target: the folder of the checkpoint, as given on the main process. A link is followed.
         replace: replace an existing checkpoint once the new one is complete, so that one of the two exists at any time. If the
             file system cannot exchange two folders, the old one is renamed to `<name>.replaced` for a moment. Its files that
@@ -105,7 +104,7 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = 
         CheckpointError: `target` exists and is not a checkpoint, or `replace` is False. An error on one rank is raised on
             all ranks and names the rank.
     """
-    work = _Commit(draft, target, replace, group.rank == 0)
+    work = _Commit(plan, target, replace, group.rank == 0)
     try:
         opened = run_on_all_ranks(group, work.open, CheckpointWriteError)
         _check_same_layout([layout for _, layout in opened])
@@ -118,7 +117,7 @@ def commit(draft: Draft, target: Path, *, replace: bool = False, group: Group = 
         work.undo()
         raise
     work.tidy()
-    return Committed(Path(path), nonfinite, None if kept is None else Path(kept), work.manifest)
+    return CommitResult(Path(path), nonfinite, None if kept is None else Path(kept), work.manifest)
 
 
 def check_target(target: Path) -> None:
@@ -138,28 +137,28 @@ class _Commit:
         manifest: as written, on the main process.
     """
 
-    def __init__(self, draft: Draft, target: Path, replace: bool, main: bool) -> None:
+    def __init__(self, plan: CheckpointPlan, target: Path, replace: bool, main: bool) -> None:
         target = _resolve_link(target) if main else target
-        self._draft, self._target, self._replace, self._main = draft, target, replace, main
+        self._plan, self._target, self._replace, self._main = plan, target, replace, main
         self._old: set[str] | None = None
         self._begun = False
-        self.partial = hidden_path(target, f".tmp-{draft.run_id}")
+        self.partial = hidden_path(target, f".tmp-{plan.run_id}")
         self.manifest: Manifest | None = None
 
     def open(self) -> tuple[str, str]:
-        """Create the folder to write to. Returns its path and the layout of the draft."""
+        """Create the folder to write to. Returns its path and the layout of the plan."""
         if self._main:
             with self._explained_errors():
                 self._old = _existing_files(self._target, self._replace)
                 _make_folder(self._target.parent)
                 _remove(self.partial)  # left behind when this run was killed
                 _remove_abandoned(self._target)
-                _check_space(self._draft, self._target)
+                _check_space(self._plan, self._target)
                 self._begun = True
                 self.partial.mkdir()
                 if self._old is not None:
-                    _keep_other_files(self._target, self.partial, self._old | set(self._draft.sizes))
-        return str(self.partial), self._draft.layout
+                    _keep_other_files(self._target, self.partial, self._old | set(self._plan.sizes))
+        return str(self.partial), self._plan.layout
 
     def write(self) -> list[Any]:
         """Write the files of this rank. Returns their digests, and the first parameters in them that are not finite."""
@@ -168,10 +167,10 @@ class _Commit:
                 raise CheckpointWriteError(
                     f"this process cannot see the folder {self.partial}, which the main process created. {SHARED_FOLDER_ADVICE}"
                 )
-            digests = _write(self._draft, self.partial)
+            digests = _write(self._plan, self.partial)
             if not self._main:
                 sync_folder(self.partial)
-            return [digests, self._draft.nonfinite[:_NAMED]]
+            return [digests, self._plan.nonfinite[:_MAX_NAMES_PER_RANK]]
 
     def close(self, digests: dict[str, str], finite: bool) -> list[str | None]:
         """After all ranks have written their files: write the manifest and rename the folder. Returns `path` and `kept`.
@@ -184,7 +183,7 @@ class _Commit:
             return []
         kept = None
         with self._explained_errors():
-            self.manifest = self._draft.manifest(digests, finite)
+            self.manifest = self._plan.manifest(digests, finite)
             _write_manifest(self.partial, self.manifest.to_bytes())
             if not finite and self._old is not None and not _is_nonfinite(self._target):
                 kept, self._target = str(self._target), self._target.with_name(self._target.name + NONFINITE)
@@ -204,7 +203,7 @@ class _Commit:
         if self._old is not None:
             _remove(self.partial)
         if self._main:
-            staging.changed(self._target)
+            remote_sync.changed(self._target)
 
     @contextlib.contextmanager
     def _explained_errors(self) -> Iterator[None]:
@@ -212,7 +211,7 @@ class _Commit:
             yield
         except OSError as error:
             raise CheckpointWriteError(
-                f"{self._target}: the checkpoint could not be written: {error}. Fix: {_fix(error, self._draft, self._target)}"
+                f"{self._target}: the checkpoint could not be written: {error}. Fix: {_fix(error, self._plan, self._target)}"
             ) from error
 
 
@@ -310,10 +309,10 @@ def _make_folder(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
-def _check_space(draft: Draft, target: Path) -> None:
+def _check_space(plan: CheckpointPlan, target: Path) -> None:
     total, _, free = shutil.disk_usage(target.parent)
     block = os.statvfs(target.parent).f_frsize if hasattr(os, "statvfs") else 4096
-    needed = sum(-(-size // block) * block for size in draft.sizes.values()) + _FOLDER_BYTES
+    needed = sum(-(-size // block) * block for size in plan.sizes.values()) + _FOLDER_BYTES
     if total and needed > free:  # some file systems report 0 of 0
         raise CheckpointWriteError(
             f"{target}: not enough disk space: the checkpoint needs {needed} bytes, but only {free} are free. Nothing was "
@@ -321,16 +320,16 @@ def _check_space(draft: Draft, target: Path) -> None:
         )
 
 
-def _write(draft: Draft, partial: Path) -> dict[str, str]:
-    """Write the files of a draft. Returns their digests."""
+def _write(plan: CheckpointPlan, partial: Path) -> dict[str, str]:
+    """Write the files of a plan. Returns their digests."""
     digests = {}
-    with contextlib.closing(draft.files()) as files:
+    with contextlib.closing(plan.files()) as files:
         for name, pieces in files:
             with _with_file_name(partial / name):
                 size, digests[name] = write_file(partial / name, pieces)
-            if size != draft.sizes[name]:
+            if size != plan.sizes[name]:
                 raise CheckpointWriteError(
-                    f"{partial / name}: expected to write {draft.sizes[name]} bytes, but wrote {size}. A tensor changed during "
+                    f"{partial / name}: expected to write {plan.sizes[name]} bytes, but wrote {size}. A tensor changed during "
                     "the save. Fix: do not change tensors until the save has returned"
                 )
     return digests
@@ -437,15 +436,15 @@ def _remove_abandoned(target: Path) -> None:
     for path in target.parent.glob(glob.escape(f".{target.name}.tmp-") + "*"):
         with contextlib.suppress(OSError):
             newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
-            if time.time() - newest > _ABANDONED_AFTER:
+            if time.time() - newest > _ABANDONED_AFTER_SECONDS:
                 _remove(path)
 
 
-def _fix(error: OSError, draft: Draft, target: Path) -> str:
+def _fix(error: OSError, plan: CheckpointPlan, target: Path) -> str:
     if error.errno in _FULL:
         free = shutil.disk_usage(target.parent).free if target.parent.is_dir() else 0
         return (
-            f"free disk space (the checkpoint needs {draft.size} bytes, {free} are free), keep fewer checkpoints, or save to "
+            f"free disk space (the checkpoint needs {plan.size} bytes, {free} are free), keep fewer checkpoints, or save to "
             "another file system"
         )
     if error.errno == errno.EFBIG:

@@ -1,21 +1,21 @@
-"""A folder of checkpoints: list them, in the order to try them, find free names, point to the last one."""
+"""A folder of checkpoints: list them, in the order to try them, find free names, point to the last one, remove them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
+import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.commit import sync_folder
-from trainkit.checkpoint.identify import MAX_NAME, is_checkpoint
-from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, hidden_path, is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
-from trainkit.checkpoint.remote_folder import RemoteCheckpoint
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import RemoteCheckpoint, remote_sync
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
@@ -29,12 +29,16 @@ __all__ = [
     "checkpoints_here",
     "folders_below",
     "free_name",
+    "is_abandoned",
     "list_checkpoints",
     "next_counter",
     "pointed_to",
     "read_pointer",
+    "remove",
+    "remove_leftovers",
     "write_pointer",
 ]
+
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in the folder of a run."""
@@ -174,14 +178,14 @@ def checkpoints_here(folder: Path) -> list[ListedCheckpoint]:
 def _find(folder: Path) -> list[ListedCheckpoint]:
     """The checkpoints in a folder and at its URL, if it is a staging folder; of two with one name the newer good one."""
     found = {one.path.name: one for one in checkpoints_here(folder)}
-    for name, there in sorted(staging.checkpoints(folder).items()):
+    for name, there in sorted(remote_sync.checkpoints(folder).items()):
         if name not in found or _is_better(there, found[name]):
             found[name] = ListedCheckpoint(folder / name, there.manifest, there.problem)
     return list(found.values())
 
 
 def _is_better(there: RemoteCheckpoint, here: ListedCheckpoint) -> bool:
-    """Whether a checkpoint at the URL is to be used instead of the local one, as in `staging.fetch`."""
+    """Whether a checkpoint at the URL is to be used instead of the local one, as in `remote_sync.fetch`."""
     if there.manifest is None:
         return False
     return here.problem is not None or here.manifest is None or here.manifest.saved_at < there.manifest.saved_at
@@ -199,7 +203,7 @@ def free_name(folder: Path, name: str, taken: Collection[str] = ()) -> str:
         taken: Names that are reserved although they do not exist yet, such as that of a save in progress.
     """
     number, free = 0, name
-    taken = {*taken, *staging.names(folder)}
+    taken = {*taken, *remote_sync.names(folder)}
     while free == POINTER or free in taken or os.path.lexists(folder / free):
         number += 1
         free = f"{name}-v{number}"
@@ -229,7 +233,7 @@ def write_pointer(folder: Path, name: str, *, link: bool = False) -> None:
             if not link or not _create_link(temporary, name):
                 write_file(temporary, [os.fsencode(name) + b"\n"])
             os.replace(temporary, folder / POINTER)
-            staging.changed(folder / POINTER)
+            remote_sync.changed(folder / POINTER)
         except BaseException:
             _discard(temporary)
             raise
@@ -318,3 +322,89 @@ def check_writable(folder: Path) -> None:
 def _discard(path: Path) -> None:
     with contextlib.suppress(OSError):  # if the folder has become read-only, the next start tries again
         path.unlink(missing_ok=True)
+
+
+# The names of what commit(), remove(), check_writable() and write_pointer() leave behind when they are killed.
+_PARTIAL = re.compile(r"\..+\.tmp-[A-Za-z0-9_-]{1,64}", re.DOTALL)
+_REMOVED = re.compile(r"\..+\.del-[0-9a-f]{16}", re.DOTALL)
+_OUR_FILE = re.compile(r"\.(probe|last)\.tmp-[0-9a-f]{16}")
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed to `.<name>.del-…` first, so that no process sees an incomplete one.
+
+    Of a link only the link is removed. A path that does not exist is not an error.
+
+    Raises:
+        CheckpointError: `path` is not a checkpoint; nothing was removed.
+        CheckpointWriteError: It cannot be removed completely; what is left is removed at the next start.
+    """
+    if not os.path.lexists(path):
+        remote_sync.changed(path)  # it may be at the URL of a staging folder only
+        return
+    if not is_checkpoint(path):
+        raise CheckpointError(f"{path}: expected a checkpoint to remove, but this is not one; it was not changed.")
+    hidden = hidden_path(path, f".del-{secrets.token_hex(8)}")
+    try:
+        try:
+            os.rename(path, hidden)
+        except FileNotFoundError:
+            return
+        # Otherwise a power failure could leave a checkpoint under its old name with some files deleted.
+        sync_folder(path.parent)
+        _delete(hidden)
+        remote_sync.changed(path)
+    except OSError as error:
+        raise CheckpointWriteError(f"{path} could not be removed: {error}. Fix: make the folder writable.") from error
+
+
+def remove_leftovers(folder: Path) -> list[Path]:
+    """Remove unfinished saves and removals of killed runs from `folder`. Returns what was removed.
+
+    Only the holder of the folder's lock may call this. Similar entries (a link, a file instead of a folder, a folder that
+    contains folders) are kept, and so is what cannot be removed.
+    """
+    removed = []
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return []
+    for entry in entries:
+        path = folder / entry.name
+        try:
+            if _is_leftover(entry):
+                _delete(path)
+                removed.append(path)
+        except OSError:
+            continue
+    return removed
+
+
+def is_abandoned(folder: Path) -> bool:
+    """Whether a run was killed before its first checkpoint was complete: `folder` has leftovers and no checkpoint."""
+    try:
+        with os.scandir(folder) as entries:
+            leftovers = any(_is_leftover(entry) for entry in entries)
+    except OSError:
+        return False
+    return leftovers and not candidates(folder)
+
+
+def _is_leftover(entry: os.DirEntry[str]) -> bool:
+    if entry.is_dir(follow_symlinks=False):
+        if _REMOVED.fullmatch(entry.name):
+            return True
+        if not _PARTIAL.fullmatch(entry.name):
+            return False
+        # An unfinished save contains folders only if they were kept from the checkpoint that it replaces.
+        with os.scandir(entry.path) as inside:
+            return has_checkpoint_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)
+    is_link = entry.is_symlink() and entry.name.startswith(f".{POINTER}.")  # of write_pointer
+    return (is_link or entry.is_file(follow_symlinks=False)) and _OUR_FILE.fullmatch(entry.name) is not None
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()

@@ -1,11 +1,12 @@
 """Reads a checkpoint: nothing is used before its bytes are verified to be those that were written.
 
 A checkpoint may come from anywhere. The manifest and everything that it refers to is checked before it is trusted; links, pipes
-and devices are never opened as files, and no content is ever code.
+and devices are never opened as files, and no content is ever code. On several ranks, each file is verified by one of them.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Collection, Iterator
@@ -17,18 +18,28 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.checkpoint.identify import MAX_LISTED, checkpoint_identity, is_checkpoint, listed, why_not_a_checkpoint
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
+from trainkit.checkpoint.manifest import (
+    DIGEST,
+    MANIFEST,
+    MAX_LISTED,
+    Manifest,
+    checkpoint_identity,
+    digest_line,
+    is_checkpoint,
+    listed,
+    why_not_a_checkpoint,
+)
+from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, assign_to_ranks, run_on_all_ranks
 from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file
-from trainkit.checkpoint.remote_folder import why_not_at_the_url
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_sync, why_not_at_the_url
 from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, loads, strict_json
 
-__all__ = ["Checkpoint", "Loaded", "inspect_checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "LoadedCheckpoint", "inspect_checkpoint", "open_checkpoint", "read_on_all_ranks"]
+
 
 STATE = "state.json"
 _TENSORS = ".safetensors"
@@ -58,11 +69,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         ```
     """
     path = Path(os.path.abspath(local_path(path, "path")))
-    staging.fetch(path)
+    remote_sync.fetch(path)
     if not is_checkpoint(path):
         raise CheckpointNotFoundError(why_not_at_the_url(path) or why_not_a_checkpoint(path))
     manifest, problem, which = _inspect(path)
-    if problem is not None and staging.fetch(path, again=True):
+    if problem is not None and remote_sync.fetch(path, again=True):
         manifest, problem, which = _inspect(path)
     if problem is not None:
         raise problem
@@ -99,7 +110,9 @@ class Checkpoint:
         """The names of the parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
         return sorted({*self._stems(), "state"})
 
-    def read(self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False) -> Loaded:
+    def read(
+        self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False
+    ) -> LoadedCheckpoint:
         """Read the content. Each file is read once; all files are verified before anything is returned.
 
         It needs memory for the tensors, and up to 40 times the size of `state.json` while that is decoded.
@@ -174,7 +187,9 @@ class Checkpoint:
     def _stems(self) -> dict[str, list[str]]:
         return _stems(self.manifest, self._what(MANIFEST))
 
-    def _load(self, requested: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False) -> Loaded:
+    def _load(
+        self, requested: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False
+    ) -> LoadedCheckpoint:
         """The content of the requested stems; `fetch` returns the verified content of a file."""
         tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in requested}
         for_state = tensors.pop("state", {})
@@ -187,7 +202,7 @@ class Checkpoint:
             for number in range(len(state.get("models", ()))):
                 if (stem := f"model_{number}" if number else "model") not in self._stems():
                     raise CorruptCheckpointError(f"{self._what(STATE)}: models[{number}]: there is no file {stem}{_TENSORS}")
-        return Loaded(self.manifest, tensors, state, self)
+        return LoadedCheckpoint(self.manifest, tensors, state, self)
 
     def _tensors(self, stem: str, names: list[str], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
@@ -239,7 +254,7 @@ class Checkpoint:
 
 
 @dataclass
-class Loaded:
+class LoadedCheckpoint:
     """The content of a checkpoint.
 
     Attributes:
@@ -325,3 +340,75 @@ def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
         if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
             raise CorruptCheckpointError(f"{what}: the files of {stem} are incomplete; listed: {listed(names)}")
     return stems
+
+
+def read_on_all_ranks(
+    path: str | os.PathLike[str],
+    group: Group,
+    choose: Callable[[Manifest], Collection[str] | None] = lambda manifest: None,
+    *,
+    mapped: bool = False,
+) -> LoadedCheckpoint:
+    """`Checkpoint.read` on all ranks of a group: the content on each rank, or the same error on all. Collective.
+
+    Each file is hashed by one rank. After all files are verified, each rank reads those that it has not read yet, without
+    hashing them again.
+
+    Args:
+        path: the checkpoint, as given on the main process.
+        group: the ranks.
+        choose: returns the stems to read, given the manifest; `None` for everything. It may raise.
+        mapped: see `Checkpoint.read`.
+
+    Raises:
+        CheckpointError: like `open_checkpoint` and `Checkpoint.read`, or the ranks see different checkpoints.
+    """
+    if group.size == 1:
+        checkpoint = open_checkpoint(path)
+        return checkpoint.read(choose(checkpoint.manifest), mapped=mapped)
+
+    def fetched() -> str:
+        found = os.path.abspath(path)
+        if group.rank == 0:  # the folder is shared
+            remote_sync.fetch(Path(found))
+        return found
+
+    path = run_on_all_ranks(group, fetched)[0]
+    found: list[Checkpoint] = []
+    requested: set[str] = set()
+    contents: dict[str, memoryview] = {}
+    loaded: list[LoadedCheckpoint] = []
+
+    def verify() -> str:
+        checkpoint = open_checkpoint(path)
+        found.append(checkpoint)
+        stems = choose(checkpoint.manifest)
+        requested.update(checkpoint._requested(stems))
+        sizes = {name: checkpoint.manifest.files[name].size for name in checkpoint._files_of(stems)}
+        own = assign_to_ranks(sizes, [0] * group.size).get(group.rank, [])
+        with checkpoint._unchanged():
+            fetch = checkpoint._mapped if mapped else checkpoint._content
+            contents.update({name: fetch(name) for name in own})
+        return hashlib.sha256(checkpoint._identity or b"").hexdigest()
+
+    def fetch(name: str) -> memoryview:
+        if name in contents:
+            return contents.pop(name)
+        return found[0]._mapped(name, verified=True) if mapped else found[0]._content(name, verified=True)
+
+    def load() -> None:
+        with found[0]._unchanged():
+            content = found[0]._load(requested, fetch)
+            # otherwise the files that another rank hashed may belong to another checkpoint
+            if checkpoint_identity(found[0].path) != found[0]._identity:
+                raise CorruptCheckpointError(f"{path}: changed while it was read")
+            loaded.append(content)
+
+    digests = run_on_all_ranks(group, verify)
+    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    if others:
+        raise CheckpointError(
+            f"{path}: rank {', '.join(others)} sees a different checkpoint than rank 0. {SHARED_FOLDER_ADVICE}"
+        )
+    run_on_all_ranks(group, load)
+    return loaded[0]

@@ -18,7 +18,7 @@ from trainkit.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["not_regular", "read_file", "read_small_file", "regular_file"]
 
-_PIECE = 2**20  # bytes read and hashed at a time: small enough to be hashed from the cache
+_CHUNK_BYTES = 2**20  # bytes read and hashed at a time: small enough to be hashed from the cache
 # Python has the name from 3.13 on. Without the flag a file larger than the memory cannot be mapped writable.
 _NORESERVE = 0x4000 if platform.system() == "Linux" and platform.machine() in ("x86_64", "aarch64") else 0
 
@@ -70,9 +70,9 @@ def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool
             data = torch.empty(size, dtype=torch.uint8).numpy().data if data is None else data
         except RuntimeError as error:
             raise CheckpointError(f"{what}: not enough memory for {size:,} bytes") from error
-        digest, scratch = hashlib.sha256(), memoryview(bytearray(_PIECE))
-        for start in range(0, 0 if mapped and sha256 is None else size, _PIECE):
-            piece = scratch[: size - start] if mapped else data[start : start + _PIECE]
+        digest, scratch = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
+        for start in range(0, 0 if mapped and sha256 is None else size, _CHUNK_BYTES):
+            piece = scratch[: size - start] if mapped else data[start : start + _CHUNK_BYTES]
             if file.readinto(piece) != len(piece):
                 raise CorruptCheckpointError(f"{what}: changed while it was read")
             if sha256 is not None:

@@ -1,27 +1,40 @@
-"""`Saver`: saves in one thread while training continues, with at most one save in progress; every failure is reported."""
+"""How a run saves: `SaveFolders` locks its folders and chooses names for all ranks, `Saver` writes while training continues."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import socket
 import sys
 import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.commit import Committed, commit
-from trainkit.checkpoint.draft import Draft
-from trainkit.checkpoint.host_copy import HostBuffers
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan, HostBuffers
+from trainkit.checkpoint.commit import CommitResult, commit
+from trainkit.checkpoint.folder import (
+    CHECKPOINTS,
+    check_writable,
+    checkpoints_here,
+    free_name,
+    is_abandoned,
+    next_counter,
+    remove_leftovers,
+)
+from trainkit.checkpoint.lock import FolderLock
+from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, run_on_all_ranks, wait_for_path
+from trainkit.checkpoint.remote import remote_at, remote_sync
 from trainkit.console import echo
-from trainkit.distributed.world import ThreadExchange
-from trainkit.errors import CheckpointWriteError
+from trainkit.distributed.world import ThreadExchange, World
+from trainkit.errors import CheckpointError, CheckpointWriteError
 
-__all__ = ["Saver"]
+__all__ = ["SaveFolders", "Saver"]
+
 
 _SINGLE_RANK = ThreadExchange()
 
@@ -34,7 +47,7 @@ class _Failure:
 
 
 class Saver:
-    """Commits drafts, in a thread or immediately.
+    """Commits plans, in a thread or immediately.
 
     A save in the thread costs the caller a copy of the tensors into host memory, which later saves reuse. The thread exists
     only during a save, and the interpreter waits for it at exit: a save in progress is finished even without `close`. All
@@ -59,20 +72,20 @@ class Saver:
 
     def save(
         self,
-        draft: Draft,
+        plan: CheckpointPlan,
         target: Path,
         *,
         blocking: bool,
         replace: bool = False,
-        committed: Callable[[Committed], None] | None = None,
+        committed: Callable[[CommitResult], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
     ) -> None:
-        """Wait for the save in progress, then commit `draft` to `target`.
+        """Wait for the save in progress, then commit `plan` to `target`.
 
         Args:
-            draft: what to write.
+            plan: what to write.
             target: the folder of the checkpoint.
-            blocking: write the tensors without a copy and return after the commit. False: copy them and return; the draft
+            blocking: write the tensors without a copy and return after the commit. False: copy them and return; the plan
                 cannot be used again.
             replace: see `commit`.
             committed: called after the commit, in the same thread, with the result of the commit.
@@ -85,14 +98,14 @@ class Saver:
         self.wait()
         target = Path(os.path.abspath(target))  # the working directory may change during the save
         if blocking:
-            written = commit(draft, target, replace=replace, group=self.group)
+            written = commit(plan, target, replace=replace, group=self.group)
             if committed is not None:
                 committed(written)
-            staging.wait()
-            staging.report()
+            remote_sync.wait()
+            remote_sync.report()
             return
-        run_on_all_ranks(self.group, lambda: draft.detach(self._buffers), CheckpointWriteError)
-        job = (draft, target, replace, committed, failed)
+        run_on_all_ranks(self.group, lambda: plan.detach(self._buffers), CheckpointWriteError)
+        job = (plan, target, replace, committed, failed)
         if not self.group.concurrent:
             self._run(*job)
             return
@@ -137,23 +150,23 @@ class Saver:
 
     def _run(
         self,
-        draft: Draft,
+        plan: CheckpointPlan,
         target: Path,
         replace: bool,
-        committed: Callable[[Committed], None] | None,
+        committed: Callable[[CommitResult], None] | None,
         failed: Callable[[Exception], None] | None,
     ) -> None:
         try:
             try:
-                written = commit(draft, target, replace=replace, group=self.group)
+                written = commit(plan, target, replace=replace, group=self.group)
             finally:
-                draft.release()  # it refers to buffers that the next save uses or that are freed
+                plan.release()  # it refers to buffers that the next save uses or that are freed
             if committed is not None:
                 committed(written)
         except BaseException as error:
             # A reference to the error must not keep the state alive.
             traceback.clear_frames(error.__traceback__)
-            del draft
+            del plan
             self._failures.append(_Failure(target, error, failed))
             self.notify()
 
@@ -163,3 +176,167 @@ def _print(failures: deque[_Failure]) -> None:
         failure = failures.popleft()
         text = f"trainkit: saving {failure.target} failed. The error was not reported during training:\n"
         echo(text + "".join(traceback.format_exception(failure.error)), end="", file=sys.stderr)
+
+
+class SaveFolders:
+    """The folders of one run, the same on all ranks. All methods are collective.
+
+    Args:
+        world: the ranks.
+        name: a name that is unique for these ranks.
+
+    Attributes:
+        folders: the folders, in the order of the calls of `use`.
+        of_run: the default folder, `<the run's folder>/checkpoints`; `None` before it is known.
+    """
+
+    def __init__(self, world: World, name: str) -> None:
+        self.folders: list[Path] = []
+        self.of_run: Path | None = None
+        self._placed: list[Callable[[Path], None]] = []
+        self._removable = False  # only the default folder: of_run was not passed to use()
+        self._name = name
+        self._world = world
+        self._exchange = world.thread_exchange(f"folders/{name}")  # for steps that may wait for a lock
+        self._locks: dict[Path, FolderLock] = {}  # on the main process
+        self._entered: set[Path] = set()
+
+    def use(self, folder: Path, run_id: str) -> None:
+        """Save to a folder, as given on the main process. It is created when the run `begins <begin>`.
+
+        Raises:
+            CheckpointWriteError: the folder exists, but is not writable or not the same on all ranks.
+            CheckpointLockedError: another live run saves to it.
+        """
+        path, there = run_on_all_ranks(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
+        if Path(path) not in self.folders:
+            if there:  # otherwise `begin` creates it, so that a fit that fails before training creates no folder
+                self._enter(Path(path), run_id)
+            self.folders.append(Path(path))
+
+    def use_of_run(self, placed: Callable[[Path], None]) -> None:
+        """Save to the folder of the run. `placed` is called with it, now or, if it is not known yet, by `choose`."""
+        if self.of_run is None:
+            self._placed.append(placed)
+        else:
+            placed(self.of_run)
+
+    def choose(self, choice: Callable[[], Path]) -> None:
+        """Choose the folder of a new run, if `use_of_run` was called. Raises like `use`."""
+        waiting, self._placed = self._placed, []
+        if waiting:
+            if self.of_run is None:
+                self.continue_in(choice())
+            assert self.of_run is not None
+            for placed in waiting:
+                placed(self.of_run)
+
+    def continue_in(self, folder: Path) -> None:
+        """Make `folder` the folder of the run, instead of the previous one. Raises like `use`."""
+        if self.of_run == folder:
+            return
+        before, self.of_run = self.of_run, None
+        if before is not None and self._removable:
+            self.folders.remove(before)
+            self._entered.discard(before)
+            if before in self._locks:
+                self._locks.pop(before).release()
+                remote_sync.leave(before)
+        self._removable = folder not in self.folders
+        self.use(folder, self._name)
+        self.of_run = folder
+
+    def remove_abandoned(self, folders: Iterable[Path]) -> None:
+        """Remove the leftovers of runs that were killed before their first checkpoint, since no run will resume there."""
+
+        def remove() -> None:
+            for folder in folders if self._world.is_main else ():
+                if not is_abandoned(folder):
+                    continue
+                lock = FolderLock(folder, self._name)
+                with contextlib.suppress(CheckpointError):  # a live run has locked it, or it is not writable
+                    lock.acquire()
+                    remove_leftovers(folder)
+                lock.release()
+
+        run_on_all_ranks(self._exchange, remove)
+
+    def begin(self, run_id: str) -> None:
+        """Lock the folders that did not exist when `use` was called. Raises like `use`."""
+        for folder in self.folders:
+            if folder not in self._entered:
+                self._enter(folder, run_id)
+
+    def last_counter(self, run_id: str) -> int:
+        """The highest save counter of a run in these folders; 0 if it has no checkpoint."""
+
+        def find() -> int:
+            folders = self.folders if self._world.is_main else []
+            return max((next_counter(folder, run_id) - 1 for folder in folders), default=0)
+
+        highest: int = run_on_all_ranks(self._world, find)[0]
+        return highest
+
+    def place(self, folder: Path, name: str, replace: bool) -> Path:
+        """The path for a checkpoint: `name` in the folder or, if that exists and is not to be replaced, another name.
+
+        Raises:
+            CheckpointLockedError: another run has taken over a folder, since this one sent no heartbeat for too long.
+        """
+
+        def choose() -> str | None:
+            if not self._world.is_main:
+                return None
+            for lock in self._locks.values():
+                lock.check()
+            return str(folder / (name if replace else free_name(folder, name)))
+
+        return Path(run_on_all_ranks(self._world, choose)[0])
+
+    def release(self) -> None:
+        """Unlock the folders."""
+        for folder, lock in self._locks.items():
+            lock.release()
+            remote_sync.leave(folder)
+        self._locks, self._entered = {}, set()
+
+    def _enter(self, folder: Path, run_id: str) -> None:
+        def take() -> None:
+            if self._world.is_main:
+                check_writable(folder)
+                lock = FolderLock(folder, run_id)
+                lock.acquire()
+                self._locks[folder] = lock
+                remove_leftovers(folder)
+                remote_sync.enter(folder, [one.path for one in checkpoints_here(folder) if one.problem is None])
+                if folder.name == CHECKPOINTS and (remote := remote_at(folder.parent)) is not None:
+                    remote.pull_files()  # the logs, which the run continues
+                    remote_sync.add_log_folder(folder.parent)
+
+        run_on_all_ranks(self._exchange, take, CheckpointWriteError)
+        self._entered.add(folder)
+        if self._world.size > 1:
+            _probe(self._world, folder)
+
+
+def _probe(world: World, folder: Path) -> None:
+    """Check that a folder is the same for all ranks, and that each can write to it.
+
+    Raises:
+        CheckpointWriteError: it is not; the message names the ranks and their nodes.
+    """
+    probe = folder / world.from_main(f".probe.tmp-{secrets.token_hex(8)}")
+    try:
+        run_on_all_ranks(world, lambda: probe.write_bytes(b"trainkit\n") if world.is_main else None, CheckpointWriteError)
+        seen = world.exchange([wait_for_path(probe), socket.gethostname()])
+    finally:
+        if world.is_main:
+            with contextlib.suppress(OSError):
+                probe.unlink()
+    blind = [f"rank {rank} on {host}" for rank, (sees, host) in enumerate(seen) if not sees]
+    if blind:
+        raise CheckpointWriteError(
+            f"{folder} is not the same folder on all processes: a file that rank 0 on {seen[0][1]} wrote there is not visible "
+            f"to {', '.join(blind)}. {SHARED_FOLDER_ADVICE}"
+        )
+    run_on_all_ranks(world, lambda: None if world.is_main else check_writable(folder), CheckpointWriteError)

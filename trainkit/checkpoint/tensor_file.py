@@ -30,17 +30,18 @@ __all__ = [
     "TensorFile",
     "check_unchanged",
     "chunks",
+    "memory_key",
     "metadata_in",
     "plan_files",
     "tensors_in",
     "write_file",
 ]
 
-_ALIGNMENT = 64  # bytes, like torch's own tensors
-_PIECE = 2**20  # bytes read, written and hashed at a time: small enough to be hashed from the cache
-_COPIED_AT_ONCE = 16 * 2**20  # bytes copied at a time of a tensor that is not contiguous or not in host memory
-_CONVERTED_AT_ONCE = 2**20  # values of float8 that are converted at a time
-_SMALL = 64 * 2**10  # smaller pieces are joined before they are written
+_ALIGNMENT_BYTES = 64  # bytes, like torch's own tensors
+_CHUNK_BYTES = 2**20  # bytes read, written and hashed at a time: small enough to be hashed from the cache
+_MAX_COPY_BYTES = 16 * 2**20  # bytes copied at a time of a tensor that is not contiguous or not in host memory
+_MAX_CONVERT_NUMEL = 2**20  # values of float8 that are converted at a time
+_JOIN_BELOW_BYTES = 64 * 2**10  # smaller pieces are joined before they are written
 _MAX_DIMENSIONS = 64
 _MAX_NUMEL = 2**63 - 1
 _METADATA = {"format": "pt"}  # required by transformers
@@ -96,7 +97,7 @@ def _are_finite(values: Tensor, trained: bool) -> bool:
     if not values.is_floating_point():
         return True
     if values.dtype.itemsize == 1:  # torch has no reductions for float8
-        return all(_are_finite(part.float(), trained) for part in values.reshape(-1).split(_CONVERTED_AT_ONCE))
+        return all(_are_finite(part.float(), trained) for part in values.reshape(-1).split(_MAX_CONVERT_NUMEL))
     low, high = map(float, torch.aminmax(values))
     return math.isfinite(low) and math.isfinite(high) if trained else not math.isnan(low)
 
@@ -174,7 +175,7 @@ def _layout(file: str, tensors: Mapping[str, Tensor], names: list[str], metadata
     """
     entries, position = [], 0
     table: dict[str, Any] = {"__metadata__": metadata}
-    for name in sorted(names, key=lambda name: (-tensors[name].element_size(), tensors[name].nbytes % _ALIGNMENT != 0)):
+    for name in sorted(names, key=lambda name: (-tensors[name].element_size(), tensors[name].nbytes % _ALIGNMENT_BYTES != 0)):
         tensor = tensors[name]
         end = position + tensor.nbytes
         entry = Entry(name, tensor.dtype, tuple(tensor.shape), position, end)
@@ -182,7 +183,7 @@ def _layout(file: str, tensors: Mapping[str, Tensor], names: list[str], metadata
         entries.append(entry)
         position = end
     text = json.dumps(table, separators=(",", ":")).encode("ascii")
-    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     return TensorFile(file, len(text).to_bytes(8, "little") + text, tuple(entries), 8 + len(text) + position)
 
 
@@ -215,11 +216,11 @@ def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
     plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     if plain and tensor.device.type == "cpu":
         yield tensor
-    elif tensor.nbytes <= _COPIED_AT_ONCE or not tensor.dim():
+    elif tensor.nbytes <= _MAX_COPY_BYTES or not tensor.dim():
         yield tensor.to("cpu").resolve_conj().resolve_neg().contiguous()
     elif plain and tensor.dim() > 1:
         yield from _contiguous(tensor.reshape(-1))
-    elif rows := _COPIED_AT_ONCE * len(tensor) // tensor.nbytes:
+    elif rows := _MAX_COPY_BYTES * len(tensor) // tensor.nbytes:
         for start in range(0, len(tensor), rows):
             yield from _contiguous(tensor[start : start + rows])
     else:
@@ -228,8 +229,8 @@ def _contiguous(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _cut(view: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(view), _PIECE):
-        yield view[start : start + _PIECE]
+    for start in range(0, len(view), _CHUNK_BYTES):
+        yield view[start : start + _CHUNK_BYTES]
 
 
 def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
@@ -237,9 +238,9 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     small = bytearray()
     for piece in pieces:
         view = memoryview(piece).cast("B")
-        if len(view) < _SMALL:
+        if len(view) < _JOIN_BELOW_BYTES:
             small += view
-            if len(small) < _PIECE // 4:
+            if len(small) < _CHUNK_BYTES // 4:
                 continue
             view = memoryview(b"")
         if small:
@@ -368,3 +369,17 @@ def _tensor(entry: Entry, data: memoryview, what: str) -> Tensor:
     if entry.dtype is torch.bool and bool((flat > 1).any()):  # other bytes are undefined in C
         raise CorruptCheckpointError(f"{what}: the tensor {entry.name!r:.200} of dtype bool has bytes other than 0 and 1")
     return flat.view(entry.dtype).view(entry.shape)
+
+
+def memory_key(tensor: Tensor) -> Any:
+    """A key that two tensors share exactly if they are the same elements in memory, in the same order."""
+    layout = (tensor.dtype, tuple(tensor.shape))
+    try:
+        layout = (*layout, tensor.stride(), tensor.device)  # type: ignore[assignment]
+        pointer = tensor.data_ptr()
+        if pointer and tensor.numel():
+            return (*layout, pointer)
+        # An empty tensor has no address.
+        return (*layout, tensor.untyped_storage()._cdata, tensor.storage_offset())
+    except (NotImplementedError, RuntimeError):  # sparse or quantized: no memory to compare
+        return (*layout, id(tensor))

@@ -21,8 +21,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 from trainkit.checkpoint.regular_file import not_regular, read_small_file
-from trainkit.checkpoint.remote_folder import remote_at
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_at, remote_sync
 from trainkit.checks import is_whole
 from trainkit.console import counted, notice, warn
 from trainkit.errors import ConfigurationError, CorruptCheckpointError
@@ -93,7 +92,7 @@ class LogFolder:
             self.version = candidate
         path = self.path
         assert path is not None
-        staging.add_log_folder(path)
+        remote_sync.add_log_folder(path)
         return path
 
 

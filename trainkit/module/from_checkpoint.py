@@ -25,7 +25,7 @@ import torch
 
 from trainkit.checkpoint.folder import pointed_to
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule
@@ -125,7 +125,7 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], trust: Trust, 
 def _open(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at a path, which may be that of `save_last`, or end with Lightning's `.ckpt`."""
     folder = local_path(path, "checkpoint_path")
-    staging.fetch(folder)
+    remote_sync.fetch(folder)
     return open_checkpoint(pointed_to(folder))
 
 

@@ -26,7 +26,7 @@ from trainkit.errors import (
 from trainkit.metrics.values import check_group
 from trainkit.module.hparams import HyperparametersMixin
 from trainkit.module.overridable_hooks import ModuleHooks
-from trainkit.optim.gradients import toggle, untoggle
+from trainkit.optim.optimizer_gradients import toggle, untoggle
 from trainkit.optim.prepared import PreparedOptimizer
 
 if TYPE_CHECKING:
@@ -73,7 +73,10 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
     # Lightning's, for Fabric and for strategies with a device mesh; a Trainer sets neither.
     fabric: None = None
     device_mesh: None = None
-    _trainer: Trainer | None = None
+    if TYPE_CHECKING:
+        _trainer: Trainer | None
+    else:
+        _trainer = None  # without an annotation, which torch.jit.script could not resolve
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the **mean** loss over the batch, a scalar; or a dict with it under `"loss"`.

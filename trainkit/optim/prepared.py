@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from trainkit.console import warn
-from trainkit.optim.gradients import clear_gradients, toggle, untoggle
+from trainkit.optim.optimizer_gradients import clear_gradients, toggle, untoggle
 
 __all__ = ["PreparedOptimizer", "PreparedScheduler", "Stepper"]
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from trainkit.checkpoint.tensor_file import memory_key
 from trainkit.console import counted
 from trainkit.tagged_json.tensors import is_sharded_tensor
 
-__all__ = ["Fit", "castable", "place_of", "same_bits"]
+__all__ = ["Fit", "castable", "same_bits"]
 
 
 class _Stored(Protocol):
@@ -60,7 +61,7 @@ class Fit:
         if source is None:
             self._pending.append((name, target))  # until it is known whether it is tied to one that is stored
             return
-        self._first.setdefault(place_of(target), name)
+        self._first.setdefault(memory_key(target), name)
         if not self._fits(name, target, source):
             return
         self._pairs.append((name, target, source))
@@ -73,7 +74,7 @@ class Fit:
     def check_shared_memory(self) -> None:
         """After the last tensor: check that names that share memory in the module have the same values in the checkpoint."""
         for name, target in self._pending:
-            first = self._first.get(place_of(target))
+            first = self._first.get(memory_key(target))
             if first is None and name not in self._frozen:
                 self.missing.append(name)
             elif first is not None:
@@ -134,7 +135,7 @@ class Fit:
         return len(self.other) == before
 
     def _note_untied(self) -> None:
-        places = {name: place_of(target) for name, target, _ in self._pairs}
+        places = {name: memory_key(target) for name, target, _ in self._pairs}
         for alias, stored in self._stored.aliases.items():
             if alias in places and stored in places and places[alias] != places[stored]:
                 self._notices.append(
@@ -143,7 +144,7 @@ class Fit:
 
     def _check_group(self, group: list[tuple[str, Tensor, Tensor]]) -> None:
         """Load tensors that share memory into a copy of that memory, and check whether each has its value afterwards."""
-        if len({id(source) for _, _, source in group}) == 1 and len({place_of(target) for _, target, _ in group}) == 1:
+        if len({id(source) for _, _, source in group}) == 1 and len({memory_key(target) for _, target, _ in group}) == 1:
             return  # tied in the model and in the checkpoint
         memory = group[0][1].untyped_storage().clone()
         with torch.no_grad():
@@ -160,19 +161,6 @@ class Fit:
             self._notices.append(f"{names} share memory in this model, but did not when saved; their values are equal")
         else:
             self.other.append(f"{names} share memory in the model, but the checkpoint has different values for them")
-
-
-def place_of(tensor: Tensor) -> Any:
-    """A key that two tensors share exactly if they are the same elements in memory, in the same order."""
-    layout = (tensor.dtype, tuple(tensor.shape))
-    try:
-        layout = (*layout, tensor.stride(), tensor.device)  # type: ignore[assignment]
-        pointer = tensor.data_ptr()
-        if pointer and tensor.numel():
-            return (*layout, pointer)
-        return (*layout, tensor.untyped_storage()._cdata, tensor.storage_offset())  # an empty one has no address
-    except (NotImplementedError, RuntimeError):  # sparse or quantized: no memory to compare
-        return (*layout, id(tensor))
 
 
 def castable(source: Tensor, dtype: torch.dtype) -> bool:

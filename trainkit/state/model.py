@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainkit.checkpoint.tensor_file import memory_key
 from trainkit.console import counted
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
 from trainkit.optim.parameter_names import clean_names, clean_paths, parameter_names, without_checkpoint_wrapper
 from trainkit.state.configs import has_adapters, model_configs
 from trainkit.state.described import copied
-from trainkit.state.fit import Fit, place_of
+from trainkit.state.fit import Fit
 from trainkit.state.renamed import explain_names, folded
 from trainkit.tagged_json.tensors import ShardedTensor
 
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 _EXTRA = "_extra_state"
-_PIECE = 64 * 2**20  # bytes of a parameter that are copied to the host at a time
+_CHUNK_BYTES = 64 * 2**20  # bytes of a parameter that are copied to the host at a time
 
 
 @dataclass
@@ -97,7 +98,7 @@ def capture_model(
             state.extra[name] = value
         elif not is_lazy(value):
             tensor = value.detach().resolve_conj().resolve_neg()
-            stored = first.setdefault(place_of(tensor), name)
+            stored = first.setdefault(memory_key(tensor), name)
             if stored == name:
                 state.tensors[name] = tensor
             else:
@@ -260,7 +261,7 @@ def _digest(tensor: Tensor) -> str:
         assert values is not None
         tensor = values
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for piece in data.split(_PIECE):
+    for piece in data.split(_CHUNK_BYTES):
         digest.update(piece.cpu().numpy())
     return f"{tensor.dtype} {tuple(tensor.shape)} {digest.hexdigest()}"
 

@@ -30,7 +30,7 @@ from trainkit.state.lenient import group_names, with_parameters_of
 __all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer"]
 
 # Bytes, like torch's allocators. Kernels may round differently with less, so tensors that are kept must have it, too.
-_ALIGNMENT = 64
+_ALIGNMENT_BYTES = 64
 
 # Options of how an optimizer computes, not of the result: the loading run keeps its own, which may depend on its device.
 _EXECUTION = ("foreach", "fused", "capturable")
@@ -327,7 +327,7 @@ def _load(
         # a placeholder parameter repeats one element, so it has strides of 0
         dense = tensor.is_contiguous() if 0 in parameter.stride() else tensor.stride() == parameter.stride()
         fits = (dense, tensor.dtype, tensor.device) == (True, dtype, parameter.device)
-        if keep and fits and tensor.data_ptr() % _ALIGNMENT == 0:
+        if keep and fits and tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
             return tensor
         # with the strides that torch would use
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)

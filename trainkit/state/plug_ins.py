@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.draft import Content, Draft
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
+from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.console import notice
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, CorruptCheckpointError, TrainkitError, UnsavableError
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_callbacks",
-    "drafted",
     "keyed",
     "logger_states",
+    "plan_checkpoint",
     "readable_key",
     "report_callbacks",
     "restore_callbacks",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def drafted(world: World, content: Content) -> Draft:
+def plan_checkpoint(world: World, content: CheckpointContent) -> CheckpointPlan:
     """Create the draft of a content. Collective: an error on one rank is raised on all.
 
     Raises:
@@ -41,7 +41,7 @@ def drafted(world: World, content: Content) -> Draft:
         CheckpointWriteError: the position of a logger in its files is not known.
         CheckpointError: ranks have different values of a parameter, or of the state of an optimizer.
     """
-    drafts: list[Draft] = []
+    drafts: list[CheckpointPlan] = []
     own: dict[str, int] = {}
 
     def create() -> list[Any]:
@@ -52,7 +52,7 @@ def drafted(world: World, content: Content) -> Draft:
                     f"{logger['state']}"
                 ) from logger["state"]
         try:
-            draft = Draft(content, rank=world.rank, ranks=world.size)
+            draft = CheckpointPlan(content, rank=world.rank, ranks=world.size)
         except UnsavableError as error:
             explained = _added_by_hooks(content.state)
             if explained is None:
@@ -90,7 +90,7 @@ def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
 
 
 def logger_states(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
-    """The state of each logger, such as the position in its files; the error, which `drafted` raises, if it is not known."""
+    """The state of each logger, such as the position in its files; if it is not known, the error for `plan_checkpoint`."""
     return [{"kind": type(logger).__name__, "state": _state_or_error(logger)} for logger in loggers]
 
 

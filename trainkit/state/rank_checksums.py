@@ -7,21 +7,21 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.all_ranks import Group
-from trainkit.checkpoint.draft import Content
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent
+from trainkit.checkpoint.ranks import Group
 from trainkit.errors import CheckpointError
 from trainkit.tagged_json.tensors import is_sharded_tensor
 
 __all__ = ["checksums", "compare_ranks"]
 
-_WORD = 8  # bytes
-_BLOCK = 512  # words
-_PARTS = 16  # of a large tensor, one of which is read at a save
+_WORD_BYTES = 8  # bytes
+_BLOCK_WORDS = 512  # words
+_PARTS_PER_TENSOR = 16  # of a large tensor, one of which is read at a save
 # On other devices, such as XLA's, reading values would compile and run a graph of its own.
 _READ_AT_ONCE = ("cpu", "cuda")
 
 
-def checksums(content: Content) -> dict[str, int]:
+def checksums(content: CheckpointContent) -> dict[str, int]:
     """A checksum of each parameter and of each tensor of the optimizers, by name; of those that each rank has as a whole.
 
     Buffers are left out: a strategy may let each rank have its own until the end of a step. A checksum is a sum of 64-bit
@@ -29,7 +29,7 @@ def checksums(content: Content) -> dict[str, int]:
     more than 64 KiB, each time another one: reading all words takes about a tenth of the time of a save on a CPU.
     """
     counter = int(content.about["save_counter"])
-    part = None if counter == 1 else counter % _PARTS
+    part = None if counter == 1 else counter % _PARTS_PER_TENSOR
     tensors = {name: tensor for name, tensor in _compared(content).items() if tensor.device.type in _READ_AT_ONCE}
     if not tensors:
         return {}
@@ -68,7 +68,7 @@ def compare_ranks(group: Group, totals: list[int], own: Mapping[str, int]) -> No
     )
 
 
-def _compared(content: Content) -> dict[str, Tensor]:
+def _compared(content: CheckpointContent) -> dict[str, Tensor]:
     models = content.state["models"]
     found: dict[str, Tensor] = {}
     for stem, tensors in content.tensors.items():
@@ -86,12 +86,12 @@ def _compared(content: Content) -> dict[str, Tensor]:
 def _sum_of_words(tensor: Tensor, part: int | None) -> Tensor:
     """The sum of a tensor's words; of a large tensor only of those of a part, unless that is `None`."""
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if data.storage_offset() % _WORD:  # a view into a larger tensor, which cannot be read as words
+    if data.storage_offset() % _WORD_BYTES:  # a view into a larger tensor, which cannot be read as words
         data = data.clone()
-    whole = data.numel() // _WORD * _WORD
+    whole = data.numel() // _WORD_BYTES * _WORD_BYTES
     words, rest = data[:whole].view(torch.int64), data[whole:].sum(dtype=torch.int64)
-    blocks = words.numel() // _BLOCK
-    if part is None or blocks < _PARTS:
+    blocks = words.numel() // _BLOCK_WORDS
+    if part is None or blocks < _PARTS_PER_TENSOR:
         return words.sum() + rest
-    end = blocks * _BLOCK
-    return words[:end].view(blocks, _BLOCK)[part::_PARTS].sum() + words[end:].sum() + rest
+    end = blocks * _BLOCK_WORDS
+    return words[:end].view(blocks, _BLOCK_WORDS)[part::_PARTS_PER_TENSOR].sum() + words[end:].sum() + rest

@@ -19,7 +19,7 @@ import torch
 from trainkit.accelerator import Accelerator
 from trainkit.accelerator.compiled import CompiledModules
 from trainkit.callback import Callback
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.console import counted, each_once, notice, user_frames, with_article
 from trainkit.distributed.failure_handling import report_failure
 from trainkit.distributed.requested_devices import other_generators
@@ -466,7 +466,7 @@ def running(
             random_state.restore()
             if watchdog is not None:
                 watchdog.left()
-            staging.finish()  # last, as Ctrl-C may end it
+            remote_sync.finish()  # last, as Ctrl-C may end it
 
 
 def agree_on_signals(run: Run) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, pointed_to
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.reader import Loaded
+from trainkit.checkpoint.reader import LoadedCheckpoint
 from trainkit.checkpoint.shared_reading import read_on_all_ranks
 from trainkit.checkpoint.staging import staging
 from trainkit.checks import real_number
@@ -715,7 +715,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
     return True
 
 
-def _run_load_hooks(run: Run, loaded: Loaded) -> dict[str, Any]:
+def _run_load_hooks(run: Run, loaded: LoadedCheckpoint) -> dict[str, Any]:
     """Show the checkpoint to the hooks before it is loaded; they may change `state_dict`."""
     manifest = loaded.manifest
     seen = shown(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)

@@ -9,11 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
-from trainkit.checkpoint.commit import Committed, check_target
-from trainkit.checkpoint.draft import Content
-from trainkit.checkpoint.save_folders import SaveFolders
-from trainkit.checkpoint.saver import Saver
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent
+from trainkit.checkpoint.commit import CommitResult, check_target
+from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.saver import SaveFolders, Saver
 from trainkit.console import notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.loggers.base import Logger
@@ -21,7 +20,7 @@ from trainkit.module.overridable_hooks import is_overridden
 from trainkit.registry import load_callback
 from trainkit.state.model import frozen_fingerprint, has_adapters
 from trainkit.state.parts import TRAINED_WEIGHTS, SaveMode, about, capture, shown
-from trainkit.state.plug_ins import drafted
+from trainkit.state.plug_ins import plan_checkpoint
 from trainkit.trainer.progress import Phase
 from trainkit.trainer.run_folder import choose_folder
 from trainkit.trainer.run_state import capture_run, parts_of
@@ -68,7 +67,7 @@ class SavePolicy:
         self._failures = 0
         self._last_good: Path | None = None
         self._last_finite: Path | None = None
-        self._nonfinite: deque[tuple[int, Committed]] = deque()  # the step; the writer's thread appends
+        self._nonfinite: deque[tuple[int, CommitResult]] = deque()  # the step; the writer's thread appends
         self._warned_of_nonfinite = False
         self._fingerprint: tuple[list[str], str] | None = None
         self._replaced = False  # by weights that no metric was computed with
@@ -113,7 +112,7 @@ class SavePolicy:
                     "on_save_checkpoint are called once before on_fit_start, so that what cannot be saved is an error now. "
                     "Fix: create what they read in __init__ or setup"
                 ) from error
-            drafted(self._world, content)
+            plan_checkpoint(self._world, content)
             self.places.begin(self.run_id)
 
     def content(
@@ -123,7 +122,7 @@ class SavePolicy:
         save: SaveMode | None = None,
         saved_by: str | None = None,
         metrics: Mapping[str, float] | None = None,
-    ) -> Content:
+    ) -> CheckpointContent:
         """The content of a checkpoint of this moment; its tensors are the run's own and not copies."""
         run = self._run
         main = self._world.is_main or run.strategy.shards_parameters  # sharded parameters are gathered
@@ -158,7 +157,7 @@ class SavePolicy:
         parameters: dict[str, dict[str, bool]] = dict(taken.parameters)
         if TRAINED_WEIGHTS in state["user"]:  # a run resumes with these, not with the averaged ones
             parameters["state"] = {f"user/{TRAINED_WEIGHTS}/{name}": own for name, own in parameters["model"].items()}
-        return Content(taken.tensors, state, described, taken.attachments, parameters=parameters)
+        return CheckpointContent(taken.tensors, state, described, taken.attachments, parameters=parameters)
 
     def _frozen(self) -> str:
         """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""
@@ -187,7 +186,7 @@ class SavePolicy:
         metrics: Mapping[str, float] | None = None,
         blocking: bool = False,
         replace: bool = False,
-        committed: Callable[[Committed], None] | None = None,
+        committed: Callable[[CommitResult], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
         before_capture: Callable[[Path], None] | None = None,
     ) -> Path:
@@ -222,7 +221,7 @@ class SavePolicy:
 
         step = self._run.progress.global_step
 
-        def done(written: Committed) -> None:
+        def done(written: CommitResult) -> None:
             self._failures, self._last_good = 0, written.path
             if written.finite:
                 self._last_finite = written.path
@@ -237,10 +236,10 @@ class SavePolicy:
 
         try:
             content = self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics)
-            draft = drafted(self._world, content)
+            plan = plan_checkpoint(self._world, content)
             self._counter += 1
             later = None if blocking else not_done
-            self._saver.save(draft, path, blocking=blocking, replace=replace, committed=done, failed=later)
+            self._saver.save(plan, path, blocking=blocking, replace=replace, committed=done, failed=later)
         except CheckpointWriteError as error:  # unlike an UnsavableError, which the next save would have too
             not_done(error)
         if blocking:
@@ -277,7 +276,7 @@ class SavePolicy:
             if not self._warn_of_nonfinite(marked) and written.kept is not None:
                 notice(text)
 
-    def _note_nonfinite(self, step: int, written: Committed) -> None:
+    def _note_nonfinite(self, step: int, written: CommitResult) -> None:
         """If parameters of a checkpoint are not finite, say so at the next safe point; called in any thread."""
         if not written.finite and self._world.is_main:
             self._nonfinite.append((step, written))
@@ -348,15 +347,15 @@ class SavePolicy:
             notice(
                 "the model has PEFT adapters, so only trained parameters and buffers are saved, with a fingerprint of the rest."
             )
-        draft = drafted(self._world, self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
+        plan = plan_checkpoint(self._world, self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
         self._counter += 1
         step = self._run.progress.global_step
 
-        def done(written: Committed) -> None:
+        def done(written: CommitResult) -> None:
             self._failures = 0
             self._note_nonfinite(step, written)
 
-        self._saver.save(draft, path, blocking=blocking, replace=True, committed=done, failed=self._count_failure)
+        self._saver.save(plan, path, blocking=blocking, replace=True, committed=done, failed=self._count_failure)
         if blocking:
             self._report_saved()
 

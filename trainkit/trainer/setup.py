@@ -23,8 +23,8 @@ from trainkit.metrics.store import MetricResults, MetricStore
 from trainkit.micro_batch import MicroBatch
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
-from trainkit.optim.gradients import clear_gradients
 from trainkit.optim.optimizer_config import SchedulerConfig, read_optimizers
+from trainkit.optim.optimizer_gradients import clear_gradients
 from trainkit.strategy import Strategy
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
 from trainkit.trainer.module_steps import (

@@ -13,8 +13,8 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 from torch import nn
 
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import commit
-from trainkit.checkpoint.draft import Content, Draft
 from trainkit.precision import Precision
 from trainkit.state.parts import Parts, capture
 
@@ -49,8 +49,10 @@ def save(tmp_path: Path) -> Save:
         contents = {"model": save, "optimizer": True, "resumable": True}
         described = {"contents": contents, "aliases": taken.aliases, "irregular": taken.irregular, "step": 7, "epoch": 2}
         described |= {"run_id": "feedface00112233", **manifest}
-        content = Content(taken.tensors, {**taken.state, **(state or {})}, about(**described), taken.attachments, shard)
-        commit(Draft(content), tmp_path / name)
+        content = CheckpointContent(
+            taken.tensors, {**taken.state, **(state or {})}, about(**described), taken.attachments, shard
+        )
+        commit(CheckpointPlan(content), tmp_path / name)
         return tmp_path / name
 
     return write

@@ -15,8 +15,8 @@ import torch
 from helpers.support import ROOT, STARTUP, TESTS
 
 from trainkit.checkpoint import open_checkpoint
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import commit
-from trainkit.checkpoint.draft import Content, Draft
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.errors import CorruptCheckpointError
 
@@ -61,13 +61,13 @@ def about(**changes: Any) -> dict[str, Any]:
     return {**fields, **changes}
 
 
-def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
-    """Content of a checkpoint with a bit of everything that training saves; its tensors and state contain the step.
+def content(counter: int = 1, *, step: int = 10, **changes: Any) -> CheckpointContent:
+    """CheckpointContent of a checkpoint with a bit of everything that training saves; its tensors and state contain the step.
 
     Args:
         counter: The `save_counter`.
         step: The `step`.
-        changes: Other values for arguments of `Content` or fields of the manifest.
+        changes: Other values for arguments of `CheckpointContent` or fields of the manifest.
     """
     made: dict[str, Any] = {
         "tensors": {
@@ -86,10 +86,10 @@ def content(counter: int = 1, *, step: int = 10, **changes: Any) -> Content:
         **{name: value for name, value in changes.items() if name not in made},
     }
     made.update({name: value for name, value in changes.items() if name in made})
-    return Content(**made, about=about(save_counter=counter, step=step, **fields))
+    return CheckpointContent(**made, about=about(save_counter=counter, step=step, **fields))
 
 
-def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> Draft:
+def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> CheckpointPlan:
     """A checkpoint in which every file contains its counter; `size`: bytes of each tensor, `changes`: see `content`."""
     values = torch.full((size // 8,), float(counter))
     made: dict[str, Any] = {
@@ -99,12 +99,12 @@ def draft(counter: int = 1, *, size: int = 4000, **changes: Any) -> Draft:
         "state": {"counter": counter},
         "attachments": {"config.json": b"%d" % counter},
     }
-    return Draft(content(counter, **{**made, **changes}))
+    return CheckpointPlan(content(counter, **{**made, **changes}))
 
 
 def make(path: Path, counter: int = 1, *, minute: int | None = None, **changes: Any) -> Path:
     """Commit a `content` to `path`; `minute`: the minute of `saved_at` in the manifest, None for the real time."""
-    manifest = commit(Draft(content(counter, **changes)), path).manifest
+    manifest = commit(CheckpointPlan(content(counter, **changes)), path).manifest
     if minute is not None:
         write_manifest(path, dataclasses.replace(manifest, saved_at=f"2026-11-20T15:{minute:02d}:00.000000Z").to_bytes())
     return path

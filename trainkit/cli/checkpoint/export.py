@@ -22,9 +22,9 @@ from torch import Tensor
 
 from trainkit._version import __version__
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
+from trainkit.checkpoint.plain_files import shard_size, write_weights
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.checkpoint.staging import staging
-from trainkit.checkpoint.weights import shard_size, write_weights
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.cli.checkpoint.exported_module import ExportedModule, read_module
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
@@ -109,8 +109,8 @@ def export(
         "trainkit_version": __version__,
     }
     _write(target, folders, (json.dumps(about, indent=2) + "\n").encode(), size)
-    staging.add_log_folder(target)
-    staging.finish()
+    remote_sync.add_log_folder(target)
+    remote_sync.finish()
     return chosen, folders
 
 

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import check_target, commit
-from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.cli.checkpoint.read_foreign import MALFORMED, Foreign, malformed_error, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
@@ -116,14 +116,14 @@ def import_checkpoint(
             raise
         except MALFORMED as error:
             raise malformed_error(source, error) from error
-        commit(Draft(content), target)
-    staging.finish()
+        commit(CheckpointPlan(content), target)
+    remote_sync.finish()
     return foreign, taken
 
 
 def _convert(
     foreign: Foreign, prefix: str, names: list[str] | None, optimizer: str | None, scheduler: str | None
-) -> tuple[Captured, Content]:
+) -> tuple[Captured, CheckpointContent]:
     """What the new checkpoint captures, and all its content; arguments as for `import_checkpoint`."""
     foreign.models = [{_name_in_checkpoint(name, prefix): t for name, t in tensors.items()} for tensors in foreign.models]
     for group in (group for state in foreign.optimizers for group in state["param_groups"] if "param_names" in group):
@@ -139,7 +139,7 @@ def _name_in_checkpoint(name: str, prefix: str) -> str:
     return prefix + name.replace("_orig_mod.", "")
 
 
-def _content(foreign: Foreign, taken: Captured) -> Content:
+def _content(foreign: Foreign, taken: Captured) -> CheckpointContent:
     """What the new checkpoint contains; with the counters of a run if they are known."""
     optimizers = bool(taken.state["optimizers"])
     position = {"epoch": foreign.epoch, "batches": 0, "samples": 0, "complete": False, "dataset": None, "iterable": None}
@@ -167,7 +167,7 @@ def _content(foreign: Foreign, taken: Captured) -> Content:
     )
     # which of them were parameters is not known; NaN is wrong in any
     names = {stem: dict.fromkeys(tensors, False) for stem, tensors in taken.tensors.items() if stem != "optimizer"}
-    return Content(taken.tensors, state, described, taken.attachments, parameters=names)
+    return CheckpointContent(taken.tensors, state, described, taken.attachments, parameters=names)
 
 
 def _run_state(foreign: Foreign, position: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
-from trainkit.checkpoint.identify import is_checkpoint
+from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
-from trainkit.checkpoint.remote_folder import remote_at
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_at, remote_sync
 from trainkit.cli.checkpoint.text import (
     about_manifest,
     as_json,
@@ -86,7 +85,7 @@ def run_verify(args: argparse.Namespace) -> int:
     """Print one line for each checkpoint; 1 if one of them is damaged."""
     paths: list[Path] = []
     for given in (local_path(path, "PATH") for path in args.paths):
-        staging.fetch(given)
+        remote_sync.fetch(given)
         found = [one.path for one in checkpoints_at(given)]
         if not found:
             raise CheckpointNotFoundError(

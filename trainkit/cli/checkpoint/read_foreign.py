@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.checkpoint.manifest import is_file_name
+from trainkit.checkpoint.plain_files import load, read_tensors
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, TrainkitError
-from trainkit.state.single_file import load, read_tensors
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
 __all__ = ["MALFORMED", "Foreign", "malformed_error", "read_foreign"]

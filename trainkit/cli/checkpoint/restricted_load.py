@@ -2,7 +2,7 @@
 
 This is the only module that calls `torch.load`, and always with `weights_only=True`, which runs no code of the file. Classes
 that it does not know are replaced by an empty class, so that one such value does not prevent reading the others. Each TARGET is
-written as `trainkit.state.single_file` writes objects, and has no code in it either.
+written as `trainkit.checkpoint.plain_files` writes objects, and has no code in it either.
 
 The files may be a stranger's: what would be written is compared with the size of the file and the free space before anything is
 written. The process ends when its standard input does, which the process that started it holds open.
@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.state.fit import place_of
-from trainkit.state.single_file import write_object
+from trainkit.checkpoint.plain_files import write_object
+from trainkit.checkpoint.tensor_file import memory_key
 from trainkit.tagged_json.codec import MAX_DEPTH
 
 __all__ = ["main"]
@@ -180,7 +180,7 @@ class _Walk:
         return self._plain_of(value, where, depth)
 
     def _add(self, tensor: Tensor) -> Tensor:
-        place = place_of(tensor)
+        place = memory_key(tensor)
         if place not in self._places:
             self._places.add(place)
             self.size += tensor.numel() * tensor.element_size()

@@ -31,7 +31,7 @@ from jsonargparse.typing import Path as PathType
 from jsonargparse.typing import get_registered_type
 
 import trainkit.cli.for_scripts.argument_parser  # noqa: F401 - sets what a configuration may create
-from trainkit.checkpoint.identify import is_checkpoint
+from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.for_scripts.argument_parser import TrainkitArgumentParser, class_of, without_classes
 from trainkit.console import notice

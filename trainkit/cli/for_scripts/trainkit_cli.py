@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from trainkit._version import __version__
 from trainkit.callback import Callback
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
+from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.cli.for_scripts.argument_parser import (
     AUTOMATIC,
     ConfigContext,

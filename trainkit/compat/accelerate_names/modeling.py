@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from trainkit.accelerator.current import strategy_of
 from trainkit.accelerator.wrapped import Wrapped, unwrapped
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
+from trainkit.checkpoint.plain_files import read_tensors
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checks import is_whole
@@ -36,7 +37,6 @@ from trainkit.optim.parameter_names import clean_paths
 from trainkit.registry import strategy_infos
 from trainkit.state.model import ModelState, clean_names, plan_model
 from trainkit.state.parts import model_stems
-from trainkit.state.single_file import read_tensors
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
 __all__ = ["extract_model_from_parallel", "is_compiled_module", "load_checkpoint_in_model"]

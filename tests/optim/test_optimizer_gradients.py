@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainkit import Accelerator, Strategy
-from trainkit.optim.gradients import clear_gradients, toggle, total_norm, untoggle
+from trainkit.optim.optimizer_gradients import clear_gradients, toggle, total_norm, untoggle
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])

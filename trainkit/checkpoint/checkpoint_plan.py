@@ -1,9 +1,10 @@
-"""`Draft`: a checkpoint before it is written, as a plan of files with their exact sizes."""
+"""`CheckpointPlan`: the files of a checkpoint before it is written, with their exact sizes, and memory for its copies."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -12,30 +13,29 @@ import torch
 from torch import Tensor
 
 from trainkit._version import __version__
-from trainkit.checkpoint.gather_order import GatherOrder
-from trainkit.checkpoint.host_copy import HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
-from trainkit.checkpoint.rank_assignment import assign_to_ranks
+from trainkit.checkpoint.ranks import GatherOrder, assign_to_ranks
 from trainkit.checkpoint.state_schema import state_problem
-from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, chunks, plan_files
+from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, check_unchanged, chunks, plan_files
 from trainkit.errors import CheckpointError, UnsavableError
 from trainkit.tagged_json.codec import dumps
 from trainkit.tagged_json.tensors import tensor_problem
 
-__all__ = ["SPLIT_ABOVE", "Content", "Draft"]
+__all__ = ["SPLIT_ABOVE_BYTES", "CheckpointContent", "CheckpointPlan", "HostBuffers"]
 
-SPLIT_ABOVE = 16 * 2**20
+
+SPLIT_ABOVE_BYTES = 16 * 2**20
 """The tensors of a larger stem are distributed over the ranks; each rank writes its own files."""
 
 _STATE = "state"
 # state.json refers to a single file of tensors, which is therefore never split.
 _NEVER_SPLIT = 2**63
-_PIECE = 4 * 2**20
+_CHUNK_BYTES = 4 * 2**20
 _ANY_DIGEST = "0" * 64
 
 
 @dataclass
-class Content:
+class CheckpointContent:
     """The content of a checkpoint to be saved. The tensors are those of the training, not copies.
 
     Attributes:
@@ -57,8 +57,8 @@ class Content:
     parameters: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
 
 
-class Draft:
-    """The plan of the files for a `Content`, not yet written.
+class CheckpointPlan:
+    """The plan of the files for a `CheckpointContent`, not yet written.
 
     State and manifest are encoded immediately, so later changes to `content.state` and `content.about` have no effect. The
     tensors are read when the files are written, unless `detach` copies them before.
@@ -83,7 +83,7 @@ class Draft:
         CheckpointError: two files would have the same name, or a name is not allowed on every system.
     """
 
-    def __init__(self, content: Content, *, rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, content: CheckpointContent, *, rank: int = 0, ranks: int = 1) -> None:
         self._bytes: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
@@ -101,7 +101,7 @@ class Draft:
                 self._add_tensors(stem, tensors, content.max_shard_size, {0: list(tensors)})
                 continue
             sizes = {name: 0 if tensor_problem(t) else t.nbytes for name, t in tensors.items()}
-            files = self._add_tensors(stem, tensors, content.max_shard_size, assign_to_ranks(sizes, loads, SPLIT_ABOVE))
+            files = self._add_tensors(stem, tensors, content.max_shard_size, assign_to_ranks(sizes, loads, SPLIT_ABOVE_BYTES))
             for file in files:
                 kinds = sorted((entry.name, str(entry.dtype), entry.shape) for entry in file.entries)
                 layout.update(f"{file.name} {file.size} {kinds}\n".encode())
@@ -144,7 +144,7 @@ class Draft:
     def detach(self, buffers: HostBuffers) -> None:
         """Copy all tensors of this rank, so that the training can change them. Collective: sharded tensors are gathered.
 
-        The copies are stored in `buffers`: the draft is valid until the next one is detached into them.
+        The copies are stored in `buffers`: the plan is valid until the next one is detached into them.
         """
         gathers = GatherOrder(self._rank, self._owned)
         try:
@@ -155,7 +155,7 @@ class Draft:
         self._tensors = {name: (file, {}) for name, (file, _) in self._tensors.items()}
 
     def release(self) -> None:
-        """Release tensors and copies. Afterwards the draft needs little memory and cannot be written."""
+        """Release tensors and copies. Afterwards the plan needs little memory and cannot be written."""
         self._copies = {}
         self._tensors = {}
         self._owned = []
@@ -233,5 +233,89 @@ def _copied(file: TensorFile, data: memoryview, check: FiniteCheck) -> Iterator[
     for entry in file.entries:
         if entry.start < entry.end:
             check.add(entry.name, torch.frombuffer(data[entry.start : entry.end], dtype=entry.dtype))
-    for start in range(0, len(data), _PIECE):
-        yield data[start : start + _PIECE]
+    for start in range(0, len(data), _CHUNK_BYTES):
+        yield data[start : start + _CHUNK_BYTES]
+
+
+class HostBuffers:
+    """Copies of tensors in host memory, in the layout of the files that will contain them.
+
+    A first copy of some gigabytes spends most of its time on allocating memory; a copy into memory that was used before runs
+    at the speed of the memory. For tensors on a CUDA device the memory is page-locked, so that all copies run without a wait
+    after each.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._locked: dict[str, weakref.finalize[[Tensor], HostBuffers]] = {}  # file name → function that unlocks its buffer
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of allocated host memory."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    @torch.no_grad()
+    def copy(
+        self,
+        files: Mapping[str, tuple[TensorFile, Mapping[str, Tensor]]],
+        take: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    ) -> Mapping[str, memoryview]:
+        """Copy every tensor of every file.
+
+        Args:
+            files: file name → its layout, and its tensors by name.
+            take: returns the values of a tensor; called for all tensors in the order of the files.
+
+        Returns:
+            file name → the bytes of its data part, in the memory of this object: valid until the next `copy` or `free`. A
+            call for files of the same names and sizes allocates nothing.
+
+        Raises:
+            UnsavableError: a tensor does not have the dtype or shape for which its file was planned.
+        """
+        sizes = {name: file.size - len(file.header) for name, (file, _) in files.items()}
+        devices = {t.device for _, tensors in files.values() for t in tensors.values() if t.device.type == "cuda"}
+        self._make_room(sizes, lock=bool(devices))
+        for name, (file, tensors) in files.items():
+            buffer = self._buffers[name]
+            for entry in file.entries:
+                source = take(tensors[entry.name]).detach()
+                check_unchanged(entry, source)  # copy_ would cast and broadcast
+                if entry.start < entry.end:
+                    target = buffer[entry.start : entry.end].view(entry.dtype).view(entry.shape)
+                    target.copy_(source, non_blocking=source.device.type == "cuda")
+        for device in devices:  # one wait for all copies; the tensors were written on this stream, too
+            torch.cuda.current_stream(device).synchronize()
+        return {name: self._buffers[name].numpy().data[:size] for name, size in sizes.items()}
+
+    def free(self) -> None:
+        """Free the memory. Views returned by `copy` must not be used any more."""
+        self._drop(list(self._buffers))
+
+    def _make_room(self, sizes: Mapping[str, int], lock: bool) -> None:
+        """Allocate a buffer for every file that has none, or one that is too small."""
+        small = [name for name, size in sizes.items() if name not in self._buffers or self._buffers[name].nbytes < size]
+        if not small:
+            return
+        # Files that are not part of this save may never be written again: free their memory.
+        self._drop([name for name in self._buffers if name not in sizes])
+        for name in small:
+            # State that has grown will probably grow again: allocate a little more.
+            spare = sizes[name] // 32 if name in self._buffers else 0
+            self._drop([name])
+            buffer = torch.empty(sizes[name] + spare, dtype=torch.uint8)
+            # torch's own page-locked memory comes in powers of two, up to twice what is needed. If the system does not
+            # allow that much locked memory, the copies are slower.
+            if lock and buffer.nbytes and int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:
+                self._locked[name] = weakref.finalize(self, _unlock, buffer)
+            self._buffers[name] = buffer
+
+    def _drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name in self._locked:
+                self._locked.pop(name)()
+            self._buffers.pop(name, None)
+
+
+def _unlock(buffer: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())

@@ -16,11 +16,9 @@ from helpers.runs.tiny import TinyModule
 
 from trainkit import paths
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
-from trainkit.checkpoint import staging as module
-from trainkit.checkpoint.folder import checkpoints_here, free_name, write_pointer
-from trainkit.checkpoint.remote_folder import RemoteFolder, remote_at
-from trainkit.checkpoint.removal import remove
-from trainkit.checkpoint.staging import Staging, staging
+from trainkit.checkpoint import remote as module
+from trainkit.checkpoint.folder import checkpoints_here, free_name, remove, write_pointer
+from trainkit.checkpoint.remote import RemoteFolder, RemoteSync, remote_at, remote_sync
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from trainkit.paths import local_path
@@ -32,13 +30,13 @@ FOLDER = "memory://bucket/run"
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
     """An empty bucket, staged in the test's folder; failed uploads are tried again at once."""
     monkeypatch.setattr(paths, "_schemes", {})
-    monkeypatch.setattr(module, "_PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(module, "_RETRY_PAUSES_SECONDS", (0.0, 0.0))
     bucket = MemoryFileSystem()
     bucket.store.clear()
     bucket.pseudo_dirs[:] = [""]
     yield bucket
-    staging.wait()
-    staging._forget()
+    remote_sync.wait()
+    remote_sync._forget()
     bucket.store.clear()
 
 
@@ -60,7 +58,7 @@ def two() -> list[Path]:
 
 def enter() -> None:
     """As a run does that saves to the folder."""
-    staging.enter(staged(), [one.path for one in checkpoints_here(staged()) if one.problem is None])
+    remote_sync.enter(staged(), [one.path for one in checkpoints_here(staged()) if one.problem is None])
 
 
 def flip(path: Path) -> None:
@@ -74,8 +72,8 @@ def put(source: Path, name: str) -> Path:
     """Copy a checkpoint to the staging folder, as a save does, and upload it."""
     path = staged(name)
     shutil.copytree(source, path)
-    staging.changed(path)
-    staging.wait()
+    remote_sync.changed(path)
+    remote_sync.wait()
     return path
 
 
@@ -120,8 +118,8 @@ def test_the_order_of_an_upload(bucket: MemoryFileSystem, monkeypatch: pytest.Mo
         put_file(self, source, target, **options)
 
     monkeypatch.setattr(MemoryFileSystem, "put_file", watched)
-    staging.changed(path)
-    staging.wait()
+    remote_sync.changed(path)
+    remote_sync.wait()
     assert digests == [False] * (len(list(newer.iterdir())) - 1)
     assert keys(bucket) == sorted(f"best/{file.name}" for file in newer.iterdir())
     assert bucket.cat_file("/bucket/run/best/manifest.sha256") == (newer / "manifest.sha256").read_bytes()
@@ -148,7 +146,7 @@ def test_an_upload_is_tried_again(bucket: MemoryFileSystem, monkeypatch: pytest.
     Failing(monkeypatch, times=2, after=3)
     put(source, "good")
     assert keys(bucket) == sorted(f"good/{file.name}" for file in source.iterdir())
-    staging.finish()
+    remote_sync.finish()
 
 
 def test_an_upload_that_fails_loses_nothing(
@@ -162,13 +160,13 @@ def test_an_upload_that_fails_loses_nothing(
     assert not bucket.exists("/bucket/run/newer/manifest.sha256")
     open_checkpoint(path).verify()
     with pytest.warns(TrainkitWarning, match=rf"run/newer could not be written: .*Not uploaded, but complete here: {path}\."):
-        staging.finish()
+        remote_sync.finish()
     shutil.rmtree(staged("older"))
     assert [one.path.name for one in list_checkpoints(FOLDER)] == ["newer", "older"]
     failing.times = 0
-    staging._forget()  # another process
+    remote_sync._forget()  # another process
     enter()  # as the next run does
-    staging.wait()
+    remote_sync.wait()
     assert keys(bucket, "newer") == sorted(f"newer/{file.name}" for file in newer.iterdir())
 
 
@@ -186,11 +184,11 @@ def test_a_removed_checkpoint_is_removed_from_the_url(bucket: MemoryFileSystem) 
     put(older, "older")
     put(newer, "newer")
     remove(staged("older"))
-    staging.wait()
+    remote_sync.wait()
     assert {key.split("/")[0] for key in keys(bucket)} == {"newer"}
     shutil.rmtree(staged("newer"))
     remove(staged("newer"))  # it is at the URL only
-    staging.wait()
+    remote_sync.wait()
     assert keys(bucket) == []
 
 
@@ -202,7 +200,7 @@ def test_what_is_damaged_at_the_url(bucket: MemoryFileSystem, file: str) -> None
     content[-3] ^= 1
     bucket.pipe_file(f"/bucket/run/good/{file}", bytes(content))
     with pytest.raises(CorruptCheckpointError, match=rf"memory://bucket/run/good/{file}.*SHA-256"):
-        staging.fetch(path)
+        remote_sync.fetch(path)
     assert not path.exists()
     assert not list(path.parent.glob(".*"))
 
@@ -220,7 +218,7 @@ def test_logs_are_uploaded_and_locks_are_not(bucket: MemoryFileSystem) -> None:
     (run / "metrics.csv").write_text("step\n")
     (run / "checkpoints" / ".lock").write_text("held")
     (run / "checkpoints" / "last").write_text("good\n")
-    own = Staging()
+    own = RemoteSync()
     own.add_log_folder(run)
     own.finish()
     assert keys(bucket) == ["version_0/checkpoints/last", "version_0/metrics.csv"]
@@ -236,7 +234,7 @@ def test_logs_are_uploaded_and_locks_are_not(bucket: MemoryFileSystem) -> None:
 
 def test_local_folders_have_no_url() -> None:
     assert remote_at(Path("runs")) is None
-    own = Staging()
+    own = RemoteSync()
     own.changed(Path("runs"))
     own.add_log_folder(Path("runs"))
     own.enter(Path("runs"), [])
@@ -264,11 +262,11 @@ def test_the_network_is_not_needed_during_a_run(bucket: MemoryFileSystem, monkey
         open_checkpoint(path).verify()
         remove(staged("older"))
         assert [one.path.name for one in list_checkpoints(FOLDER)] == ["newer"]
-        staging.wait()
-    staging.changed(path)
-    staging.wait()
+        remote_sync.wait()
+    remote_sync.changed(path)
+    remote_sync.wait()
     assert {key.split("/")[0] for key in keys(bucket)} == {"newer"}
-    staging.leave(staged())
+    remote_sync.leave(staged())
 
 
 def test_nothing_is_removed_before_what_was_saved_earlier_is_there(
@@ -279,13 +277,13 @@ def test_nothing_is_removed_before_what_was_saved_earlier_is_there(
     failing = Failing(monkeypatch, times=-1)
     put(newer, "newer")
     remove(staged("older"))
-    staging.wait()
+    remote_sync.wait()
     assert {key.split("/")[0] for key in keys(bucket)} == {"older"}
     assert (bucket.cat_file("/bucket/run/older/manifest.sha256")) == (older / "manifest.sha256").read_bytes()
     with pytest.warns(TrainkitWarning, match=r"complete here: .*newer\..* 1 old checkpoint not removed: memory:.*older\."):
-        staging.finish()
+        remote_sync.finish()
     failing.times = 0
-    staging.finish()
+    remote_sync.finish()
     assert {key.split("/")[0] for key in keys(bucket)} == {"newer"}
 
 
@@ -304,7 +302,7 @@ def test_a_checkpoint_that_is_replaced_during_its_upload(bucket: MemoryFileSyste
             replacements.append("model")
             shutil.rmtree(path)
             shutil.copytree(newer, path)
-            staging.changed(path)
+            remote_sync.changed(path)
         complete.append(self.exists("/bucket/run/best/manifest.sha256"))
         put_file(self, source, target, **options)
 
@@ -329,8 +327,8 @@ def test_a_damaged_local_checkpoint_never_replaces_the_one_at_the_url(bucket: Me
     path = put(source, "good")
     flip(path / "manifest.json")
     enter()
-    staging.wait()
-    staging.leave(staged())
+    remote_sync.wait()
+    remote_sync.leave(staged())
     assert bucket.cat_file("/bucket/run/good/manifest.json") == (source / "manifest.json").read_bytes()
     assert [(one.path.name, one.problem) for one in list_checkpoints(FOLDER)] == [("good", None)]
     open_checkpoint(path).verify()
@@ -345,9 +343,9 @@ def test_of_two_with_one_name_the_later_is_used(bucket: MemoryFileSystem) -> Non
     shutil.rmtree(path)
     shutil.copytree(older, path)
     enter()
-    staging.wait()
+    remote_sync.wait()
     assert bucket.cat_file("/bucket/run/model/manifest.sha256") == (newer / "manifest.sha256").read_bytes()
-    staging.leave(staged())
+    remote_sync.leave(staged())
     shutil.rmtree(path)
     put(older, "model")
     shutil.rmtree(path)
@@ -401,7 +399,7 @@ def test_two_downloads_of_one_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Non
     def late(self: RemoteFolder, partial: Path, digest: bytes) -> None:
         monkeypatch.setattr(RemoteFolder, "_put_in_place", put_in_place)
         remote.download(there)  # of another process
-        monkeypatch.setattr("trainkit.checkpoint.remote_folder.has_checkpoint_files", lambda folder: False)
+        monkeypatch.setattr("trainkit.checkpoint.remote.has_checkpoint_files", lambda folder: False)
         put_in_place(self, partial, digest)
 
     monkeypatch.setattr(RemoteFolder, "_put_in_place", late)
@@ -414,7 +412,7 @@ def test_two_downloads_of_one_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_pointer_is_at_the_url(bucket: MemoryFileSystem, link: bool) -> None:
     path = put(two()[-1], "good")
     write_pointer(staged(), "good", link=link)
-    staging.wait()
+    remote_sync.wait()
     assert bucket.cat_file("/bucket/run/last") == b"good\n"
     shutil.rmtree(path.parent)
     assert isinstance(Adam.load_from_checkpoint(f"{FOLDER}/last"), TinyModule)
@@ -423,23 +421,23 @@ def test_the_pointer_is_at_the_url(bucket: MemoryFileSystem, link: bool) -> None
 def test_what_is_no_checkpoint_is_not_removed(bucket: MemoryFileSystem) -> None:
     bucket.pipe_file("/bucket/run/data/precious.bin", b"1")
     remove(staged("data"))
-    staging.wait()
+    remote_sync.wait()
     assert keys(bucket) == ["data/precious.bin"]
 
 
 def test_logs_are_uploaded_again_after_another_run_has_finished(bucket: MemoryFileSystem) -> None:
     run = staged("version_0")
     run.mkdir(parents=True)
-    staging.add_log_folder(run)
+    remote_sync.add_log_folder(run)
     for text in ("1\n", "1\n2\n"):
         (run / "metrics.csv").write_text(text)
-        staging.finish()
+        remote_sync.finish()
         assert bucket.cat_file("/bucket/run/version_0/metrics.csv") == text.encode()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_uploads_nothing_of_its_parent() -> None:
-    own = Staging()
+    own = RemoteSync()
     own._waiting.append(staged("good"))
     child = os.fork()
     if child == 0:

@@ -1,13 +1,15 @@
-"""One object in one file, for `Accelerator.save` and `load`.
+"""Files outside of checkpoints: folders of weights for `save_model` and exports, one object in a file for `Accelerator.save`.
 
-Tensors by name are a plain safetensors file. Anything else is tagged JSON (see `trainkit.tagged_json.codec`); if there
-are tensors in it, a safetensors file with the JSON in its metadata. A tensor with several names is stored once.
+`from_pretrained` and `safetensors` can read weights. An object that is tensors by name is a plain safetensors file. Any other
+is tagged JSON (see `trainkit.tagged_json.codec`); if there are tensors in it, a safetensors file with the JSON in its metadata.
+A tensor with several names is stored once.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +18,127 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.commit import sync_folder
+from trainkit.checkpoint.ranks import GatherOrder
 from trainkit.checkpoint.regular_file import read_file
-from trainkit.checkpoint.tensor_file import chunks, metadata_in, plan_files, tensors_in
-from trainkit.checkpoint.weights import replace_file
+from trainkit.checkpoint.tensor_file import (
+    FiniteCheck,
+    TensorFile,
+    chunks,
+    memory_key,
+    metadata_in,
+    plan_files,
+    tensors_in,
+    write_file,
+)
+from trainkit.checks import is_whole
 from trainkit.distributed.requested_devices import find_device
-from trainkit.errors import CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError, UnsavableError
+from trainkit.errors import (
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    UnsavableError,
+)
 from trainkit.nested import map_tensors
-from trainkit.state.fit import place_of
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, dumps, loads, strict_json
 
-__all__ = ["load", "read_tensors", "write_object"]
+__all__ = ["load", "read_tensors", "replace_file", "shard_size", "write_object", "write_weights"]
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def shard_size(size: int | str) -> int:
+    """Bytes of a size such as `"5GB"` or `5_000_000_000`.
+
+    Raises:
+        ConfigurationError: it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(size))
+    if match and match[2].upper() in _UNITS and float(match[1]) > 0:
+        return int(float(match[1]) * _UNITS[match[2].upper()])
+    if is_whole(size) and size > 0:
+        return size
+    raise ConfigurationError(f"max_shard_size must be a size such as '5GB' or '500MB', or a number of bytes, not {size!r}.")
+
+
+def write_weights(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    attachments: Mapping[str, bytes],
+    *,
+    max_shard_size: int = 5 * 10**9,
+    stem: str = "model",
+    rank: int = 0,
+    check: FiniteCheck | None = None,
+) -> list[Path]:
+    """Write tensors as `<stem>.safetensors`, or as several files with an index above a size, and other files.
+
+    Each file is replaced atomically. Files of an earlier call with the same stem are replaced or removed.
+
+    The main process writes, and passes the tensors to `check`. If tensors are sharded, all ranks must call this, since they are
+    gathered.
+
+    Returns:
+        The paths of the written files.
+
+    Raises:
+        CheckpointWriteError: the folder cannot be written, or the disk is full.
+        UnsavableError: the format does not support a tensor.
+    """
+    files, index = plan_files(stem, tensors, max_shard_size)
+    gathers = GatherOrder(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
+    try:
+        return _write(folder, files, index, tensors, attachments, stem, gathers, check) if rank == 0 else []
+    finally:
+        gathers.finish()
+
+
+def _write(
+    folder: Path,
+    files: list[TensorFile],
+    index: bytes | None,
+    tensors: Mapping[str, Tensor],
+    attachments: Mapping[str, bytes],
+    stem: str,
+    gathers: GatherOrder,
+    check: FiniteCheck | None,
+) -> list[Path]:
+    written: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            each = (chunks(entry, gathers.values_of(tensors[entry.name]), check) for entry in file.entries)
+            pieces = (piece for own in each for piece in own)
+            written.append(replace_file(folder / file.name, [file.header], pieces))
+        others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
+        written += [replace_file(folder / name, [content], ()) for name, content in others.items()]
+        names = {path.name for path in written}
+        pattern = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
+        for path in folder.iterdir():
+            if pattern.fullmatch(path.name) and path.name not in names:
+                path.unlink()
+    except OSError as error:
+        raise CheckpointWriteError(f"weights could not be written to {folder}: {error}. Fix: choose another folder.") from error
+    return written
+
+
+def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]) -> Path:
+    """Replace a file atomically: write a temporary one in the same folder, sync and rename it.
+
+    Raises:
+        OSError: it cannot be written; `path` is unchanged.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # left behind by a killed process
+        write_file(temporary, (part for group in (head, pieces) for part in group))
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path
+
 
 _ALIASES, _VALUE = "trainkit_aliases", "trainkit_value"
 _THIS_FILE = ""  # the file name in the references of the JSON
@@ -73,7 +186,7 @@ def _plan(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, tensor in tensors.items():
-        known = first.setdefault(place_of(tensor), name)
+        known = first.setdefault(memory_key(tensor), name)
         if known == name:
             stored[name] = tensor
         else:

@@ -1,7 +1,8 @@
-"""A draft has exact sizes, and after `detach` it does not change with the objects that it was created from."""
+"""A checkpoint before it is written: the files and sizes of its plan, and the host memory for copies of its tensors."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import math
@@ -14,19 +15,18 @@ import numpy as np
 import pytest
 import torch
 from helpers.resume.checkpoints import content
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit import __version__
-from trainkit.checkpoint.draft import Content, Draft
-from trainkit.checkpoint.host_copy import HostBuffers
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan, HostBuffers
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, digest_line
-from trainkit.checkpoint.tensor_file import tensors_in
+from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, tensors_in
 from trainkit.errors import CheckpointError, UnsavableError
 from trainkit.tagged_json.codec import loads
 
 
-def made_of(**changes: Any) -> Content:
-    """A `Content` with many types, non-contiguous tensors, and values that can be changed in place."""
+def made_of(**changes: Any) -> CheckpointContent:
+    """A `CheckpointContent` with many types, non-contiguous tensors, and values that can be changed in place."""
     torch.manual_seed(1)
     fields: dict[str, Any] = {
         "tensors": {
@@ -44,7 +44,7 @@ def made_of(**changes: Any) -> Content:
     return content(3, step=12, **{**fields, **changes})
 
 
-def written(draft: Draft) -> dict[str, bytes]:
+def written(draft: CheckpointPlan) -> dict[str, bytes]:
     """Contents of all files as a commit would write them, including the manifest and its digest."""
     files = {name: b"".join(bytes(piece) for piece in pieces) for name, pieces in draft.files()}
     data = draft.manifest({name: hashlib.sha256(data).hexdigest() for name, data in files.items()}).to_bytes()
@@ -62,7 +62,7 @@ def stored(files: dict[str, bytes], stem: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("detached", [False, True], ids=["streamed", "detached"])
 @pytest.mark.parametrize("max_shard_size", [5 * 10**9, 1500], ids=["whole", "divided"])
 def test_the_size_is_exact_before_anything_is_written(max_shard_size: int, detached: bool) -> None:
-    draft = Draft(made_of(max_shard_size=max_shard_size))
+    draft = CheckpointPlan(made_of(max_shard_size=max_shard_size))
     size, sizes = draft.size, dict(draft.sizes)
     if detached:
         draft.detach(HostBuffers())
@@ -75,7 +75,7 @@ def test_the_size_is_exact_before_anything_is_written(max_shard_size: int, detac
 @pytest.mark.parametrize("detached", [False, True], ids=["streamed", "detached"])
 def test_the_files_hold_the_content(detached: bool) -> None:
     made = made_of()
-    draft = Draft(made)
+    draft = CheckpointPlan(made)
     if detached:
         draft.detach(HostBuffers())
     files = written(draft)
@@ -101,7 +101,7 @@ def test_the_files_hold_the_content(detached: bool) -> None:
 
 def test_the_manifest_tells_of_the_files() -> None:
     before = datetime.now(timezone.utc).replace(tzinfo=None)
-    draft = Draft(made_of())
+    draft = CheckpointPlan(made_of())
     manifest = draft.manifest({name: hashlib.sha256(name.encode()).hexdigest() for name, _ in draft.files()})
     assert {name: entry.size for name, entry in manifest.files.items()} == {
         name: size for name, size in draft.sizes.items() if name not in (MANIFEST, DIGEST)
@@ -115,12 +115,12 @@ def test_the_manifest_tells_of_the_files() -> None:
 
 
 def test_state_without_tensors_has_no_file_of_tensors() -> None:
-    files = written(Draft(made_of(state={"epoch": 1})))
+    files = written(CheckpointPlan(made_of(state={"epoch": 1})))
     assert "state.safetensors" not in files
 
 
 def test_a_module_without_tensors_has_an_empty_file() -> None:
-    assert stored(written(Draft(made_of(tensors={"model": {}}))), "model") == {}
+    assert stored(written(CheckpointPlan(made_of(tensors={"model": {}}))), "model") == {}
 
 
 def test_the_overhead_is_below_one_percent() -> None:
@@ -133,7 +133,7 @@ def test_the_overhead_is_below_one_percent() -> None:
         },
     }
     state = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
-    assert state < Draft(made_of(tensors=tensors)).size <= 1.01 * state
+    assert state < CheckpointPlan(made_of(tensors=tensors)).size <= 1.01 * state
 
 
 # ---------------------------------------------------------------------------------------- objects that a draft references
@@ -143,7 +143,7 @@ def test_after_detach_no_change_of_the_process_reaches_it() -> None:
     made = made_of()
     parameter = nn.Parameter(torch.ones(4))
     made.tensors["model"]["parameter"] = parameter
-    draft = Draft(made)
+    draft = CheckpointPlan(made)
     before = written(draft)
     draft.detach(HostBuffers())
     with torch.no_grad():
@@ -163,14 +163,14 @@ def test_after_detach_no_change_of_the_process_reaches_it() -> None:
 
 def test_without_detach_the_tensors_are_read_when_they_are_written() -> None:
     made = made_of()
-    draft = Draft(made)
+    draft = CheckpointPlan(made)
     made.tensors["model"]["count"].fill_(8)
     assert stored(written(draft), "model")["count"] == 8
 
 
 def test_state_and_manifest_are_encoded_when_it_is_created() -> None:
     made = made_of(state={"history": [1, 2]})
-    draft = Draft(made)
+    draft = CheckpointPlan(made)
     made.state["history"].append(3)
     made.about["position"]["samples"] = 99
     assert json.loads(written(draft)["state.json"])["history"] == [1, 2]
@@ -180,7 +180,7 @@ def test_state_and_manifest_are_encoded_when_it_is_created() -> None:
 def test_detach_lets_the_tensors_go() -> None:
     made = made_of(tensors={"model": {"weight": torch.ones(5)}})
     gone = weakref.ref(made.tensors["model"]["weight"])
-    draft = Draft(made)
+    draft = CheckpointPlan(made)
     draft.detach(HostBuffers())
     del made
     assert gone() is None
@@ -190,7 +190,7 @@ def test_detach_lets_the_tensors_go() -> None:
 def test_buffers_serve_one_draft_after_the_other() -> None:
     buffers = HostBuffers()
     for value in (1.0, 2.0, 3.0):
-        draft = Draft(made_of(tensors={"model": {"weight": torch.full((1000,), value)}}))
+        draft = CheckpointPlan(made_of(tensors={"model": {"weight": torch.full((1000,), value)}}))
         draft.detach(buffers)
         assert stored(written(draft), "model")["weight"].unique().tolist() == [value]
 
@@ -210,7 +210,7 @@ def test_buffers_serve_one_draft_after_the_other() -> None:
 )
 def test_a_value_that_cannot_be_stored_is_named_immediately(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsavableError, match=named):
-        Draft(made_of(**changes))
+        CheckpointPlan(made_of(**changes))
 
 
 @pytest.mark.parametrize(
@@ -226,11 +226,11 @@ def test_a_value_that_cannot_be_stored_is_named_immediately(changes: dict[str, A
     ],
     ids=["outside", "manifest", "stem", "case", "state", "stem of state", "stem with a folder"],
 )
-def test_files_that_cannot_be_together_are_refused(change: Callable[[Content], object]) -> None:
+def test_files_that_cannot_be_together_are_refused(change: Callable[[CheckpointContent], object]) -> None:
     made = made_of()
     change(made)
     with pytest.raises(CheckpointError, match="Fix: "):
-        Draft(made)
+        CheckpointPlan(made)
 
 
 # ------------------------------------------------------------------------------------------------------------ not finite
@@ -251,7 +251,7 @@ def test_parameters_that_are_not_finite_are_named(detached: bool) -> None:
         "state": {"user/kept/d": True},
     }
     state = {"user": {"kept": {"d": nan.clone(), "e": nan.clone()}}}
-    draft = Draft(made_of(tensors=tensors, parameters=parameters, state=state, aliases={}))
+    draft = CheckpointPlan(made_of(tensors=tensors, parameters=parameters, state=state, aliases={}))
     if detached:
         draft.detach(HostBuffers())
     files = written(draft)
@@ -261,3 +261,140 @@ def test_parameters_that_are_not_finite_are_named(detached: bool) -> None:
     assert (draft.manifest(digests, False).finite, draft.manifest(digests).finite) == (False, True)
     draft.release()
     assert draft.nonfinite == ["b", "c", "user/kept/d"]
+
+
+Files = dict[str, tuple[TensorFile, dict[str, Tensor]]]
+
+
+def lay_out(stem: str, tensors: dict[str, Tensor], limit: int = 10**12) -> Files:
+    files, _ = plan_files(stem, tensors, limit)
+    return {file.name: (file, {entry.name: tensors[entry.name] for entry in file.entries}) for file in files}
+
+
+def streamed(files: Files) -> dict[str, bytes]:
+    return {
+        name: b"".join(bytes(piece) for entry in file.entries for piece in chunks(entry, tensors[entry.name]))
+        for name, (file, tensors) in files.items()
+    }
+
+
+def address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).ctypes.data)
+
+
+def make() -> dict[str, Tensor]:
+    base = torch.arange(24.0)
+    return {
+        "bool": torch.tensor([True, False, True]),
+        "weight": nn.Parameter(torch.randn(3, 5)),
+        "transposed": torch.randn(4, 6).T,
+        "half": torch.randn(7).to(torch.bfloat16),
+        "float8": torch.randn(3).to(torch.float8_e4m3fn),
+        "step": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+        "long": torch.arange(5),
+        "conj": torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        "tied": base,
+        "view": base[3:9],
+        "expanded": torch.ones(1).expand(4),
+        "graph": torch.ones(2, requires_grad=True) * 3,
+        "unsigned": torch.arange(3).to(torch.uint16),
+    }
+
+
+def test_the_bytes_are_those_of_the_files() -> None:
+    files = lay_out("model", make()) | lay_out("optimizer", make(), limit=700) | lay_out("state", {})
+    assert len(files) > 3
+    copied = HostBuffers().copy(files)
+    assert {name: bytes(view) for name, view in copied.items()} == streamed(files)
+    for name, (file, tensors) in files.items():
+        assert len(copied[name]) == file.size - len(file.header)
+        read = tensors_in(file.header + bytes(copied[name]), name)
+        assert all(torch.equal(read[key].float(), tensor.detach().float()) for key, tensor in tensors.items() if key != "conj")
+
+
+def test_changing_the_tensors_changes_nothing_in_the_copy() -> None:
+    tensors = {"a": torch.ones(1000), "b": torch.zeros(3, 3)}
+    files = lay_out("model", tensors)
+    copied = HostBuffers().copy(files)
+    before = bytes(copied["model.safetensors"])
+    for tensor in tensors.values():
+        tensor.fill_(7)
+    assert bytes(copied["model.safetensors"]) == before != streamed(files)["model.safetensors"]
+
+
+def test_the_second_copy_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = HostBuffers()
+    tensors = {"a": torch.ones(100_000), "b": torch.zeros(3, 3)}
+    files = lay_out("model", tensors) | lay_out("optimizer", tensors)
+    first = {name: address(view) for name, view in buffers.copy(files).items()}
+    held = buffers.nbytes
+    tensors["a"].fill_(5)
+
+    def empty(*args: object, **kwargs: object) -> None:
+        raise AssertionError("memory is allocated")
+
+    monkeypatch.setattr(torch, "empty", empty)
+    second = buffers.copy(files)
+    assert {name: address(view) for name, view in second.items()} == first
+    assert {name: bytes(view) for name, view in second.items()} == streamed(files)
+    assert buffers.nbytes == held == sum(file.size - len(file.header) for file, _ in files.values())
+    # only some of the files, as in a weights-only save, and then all of them again
+    part = {name: value for name, value in files.items() if name.startswith("model")}
+    assert {name: address(view) for name, view in buffers.copy(part).items()} == {name: first[name] for name in part}
+    assert {name: address(view) for name, view in buffers.copy(files).items()} == first
+
+
+def test_memory_follows_what_is_saved() -> None:
+    """The buffers have the size of the last save, and other files replace the old buffers."""
+    buffers = HostBuffers()
+    for size in (1000, 1010, 1020, 500, 2000):
+        files = lay_out("model", {"a": torch.full((size,), float(size))})
+        assert {name: bytes(view) for name, view in buffers.copy(files).items()} == streamed(files)
+    assert buffers.nbytes <= 8000 * 1.1
+    files = lay_out("other", {f"t{i}": torch.ones(500) for i in range(4)}, limit=3000)
+    assert len(files) == 4
+    buffers.copy(files)
+    assert buffers.nbytes == 8000  # the memory for "model" is released
+    buffers.free()
+    assert buffers.nbytes == 0
+    assert {name: bytes(view) for name, view in buffers.copy(files).items()} == streamed(files)
+
+
+def test_a_tensor_of_another_shape_is_not_squeezed_in() -> None:
+    """A changed shape or dtype is an error: `copy_` would silently broadcast or convert the values."""
+    files = lay_out("model", {"a": torch.ones(4)})
+    for other in (torch.ones(1), torch.ones(4, dtype=torch.float64), torch.ones(())):
+        changed = {name: (file, {"a": other}) for name, (file, _) in files.items()}
+        with pytest.raises(UnsavableError, match="'a' was torch.float32"):
+            HostBuffers().copy(changed)
+
+
+def test_the_copies_keep_no_other_object_alive() -> None:
+    buffers = HostBuffers()
+    tensor = torch.ones(1000)
+    view = buffers.copy(lay_out("model", {"a": tensor}))["model.safetensors"]
+    watched = weakref.ref(buffers), weakref.ref(tensor)
+    del buffers, tensor
+    gc.collect()
+    assert [ref() for ref in watched] == [None, None]
+    assert bytes(view[:4]) == b"\x00\x00\x80\x3f"  # the bytes live as long as the view
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_tensors_on_cuda_are_copied_to_page_locked_memory() -> None:
+    device = torch.device("cuda")
+    tensors = {name: tensor.detach().to(device) for name, tensor in make().items()} | {"host": torch.ones(3)}
+    tensors["large"] = torch.randn(5_000_000, device=device)
+    files = lay_out("model", tensors)
+    buffers = HostBuffers()
+    for value in (1.0, 2.0):
+        tensors["large"].fill_(value)
+        copied = buffers.copy(files)
+        tensors["large"].fill_(9.0)  # queued behind the copy
+        read = tensors_in(files["model.safetensors"][0].header + bytes(copied["model.safetensors"]), "x")
+        assert read["large"].unique().tolist() == [value]
+    assert len(buffers._locked) == 1
+    assert torch.frombuffer(copied["model.safetensors"], dtype=torch.uint8).is_pinned()
+    buffers.free()
+    assert not buffers._locked

@@ -18,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from trainkit.checkpoint.plain_files import read_tensors, write_object
 from trainkit.errors import (
     CheckpointNotFoundError,
     CheckpointWriteError,
@@ -25,7 +26,6 @@ from trainkit.errors import (
     CorruptCheckpointError,
     UnsavableError,
 )
-from trainkit.state.single_file import read_tensors, write_object
 from trainkit.utils import load
 
 FILE = Path("object")

@@ -1,0 +1,152 @@
+"""Several ranks and one checkpoint: work that succeeds on all or on none, shared out by bytes, and gathers in one order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from trainkit import errors
+from trainkit.errors import CheckpointError, TrainkitError
+from trainkit.tagged_json.tensors import ShardedTensor
+
+__all__ = ["SHARED_FOLDER_ADVICE", "GatherOrder", "Group", "assign_to_ranks", "run_on_all_ranks", "wait_for_path"]
+
+
+SHARED_FOLDER_ADVICE = (
+    "All processes of a run must see the same checkpoint folder. Fix: use a folder on a file system that all nodes share: "
+    "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
+)
+"""The fix for a rank that does not see what another rank has written."""
+
+_VISIBLE_WITHIN_SECONDS = 5.0  # seconds until one node must see what another has written
+
+
+class Group(Protocol):
+    """Ranks that can exchange values: a `World` or a `ThreadExchange`."""
+
+    rank: int
+    size: int
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The values of all ranks, in rank order; JSON."""
+
+
+def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[CheckpointError] = CheckpointError) -> list[Any]:
+    """Call `work` on every rank of a group. Collective.
+
+    Args:
+        group: the ranks.
+        work: returns JSON.
+        otherwise: the class of the error to raise if the error is not one of trainkit's.
+
+    Returns:
+        The results of all ranks, in rank order.
+
+    Raises:
+        TrainkitError: it failed on a rank. All ranks raise an error of the same class that names the rank, unless all failed
+            with the same error. An interrupt is raised unchanged on the rank where it occurred.
+    """
+    if group.size == 1:
+        return [work()]
+    value, error = None, None
+    try:
+        value = work()
+    except BaseException as caught:
+        error = caught
+    reports = group.exchange([value, None if error is None else [type(error).__name__, str(error) or type(error).__name__]])
+    if error is not None and not isinstance(error, Exception):
+        raise error
+    failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
+    if len(failures) == group.size and error is not None and all(own == failures[group.rank] for own in failures.values()):
+        raise error
+    if failures:
+        raise _first_error(failures, otherwise) from error
+    return [result for result, _ in reports]
+
+
+def _first_error(failures: dict[int, list[str]], otherwise: type[CheckpointError]) -> TrainkitError:
+    """The error of the first rank that failed."""
+    rank, (name, text) = next(iter(failures.items()))
+    where = f"rank {rank}" + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else "")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TrainkitError):
+        return kind(f"{where}: {text}")
+    return otherwise(f"{where}: {name}: {text}")
+
+
+def wait_for_path(path: Path) -> bool:
+    """Whether `path`, created by another process, is visible within a few seconds, which NFS may need."""
+    end = time.monotonic() + _VISIBLE_WITHIN_SECONDS
+    while not os.path.lexists(path):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+        with contextlib.suppress(OSError):
+            os.listdir(path.parent)  # makes a network file system refresh its cache
+    return True
+
+
+def assign_to_ranks(sizes: Mapping[str, int], loads: list[int], whole_up_to: int = 0) -> dict[int, list[str]]:
+    """Assign each item to a rank, the largest first, always to the rank with the least bytes so far.
+
+    Args:
+        sizes: name of the item → bytes.
+        loads: bytes that each rank has already; updated in place.
+        whole_up_to: items with no more bytes in total are all assigned to one rank.
+
+    Returns:
+        rank → names, in the order of `sizes`, for ranks with items. The assignment does not depend on the order of
+        `sizes`, so that all ranks compute the same one.
+    """
+    if sum(sizes.values()) <= whole_up_to or len(loads) == 1:
+        rank = loads.index(min(loads))
+        loads[rank] += sum(sizes.values())
+        return {rank: list(sizes)}
+    owner: dict[str, int] = {}
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        owner[name] = loads.index(min(loads))
+        loads[owner[name]] += size
+    ranks = sorted(set(owner.values()))
+    return {rank: [name for name in sizes if owner[name] == rank] for rank in ranks}
+
+
+class GatherOrder:
+    """The gathers of one save, in an order that is the same on all ranks.
+
+    Each rank writes its own tensors in its own order, and participates in the gathers for the other ranks in between. The
+    ranks alternate, so that each waits as little as possible for the others.
+
+    Args:
+        rank: the rank of this process.
+        owned: for each rank, the tensors that it writes, in the order in which it writes them.
+    """
+
+    def __init__(self, rank: int, owned: Sequence[Sequence[Tensor]]) -> None:
+        self._rank = rank
+        by_rank = [
+            [(owner, tensor) for tensor in tensors if isinstance(tensor, ShardedTensor)] for owner, tensors in enumerate(owned)
+        ]
+        self._remaining = iter([entry for entry in chain(*zip_longest(*by_rank)) if entry is not None])
+
+    def values_of(self, tensor: Tensor) -> Tensor:
+        """A tensor of this rank with its values. For a sharded one, the gathers that come before it are done first."""
+        if not isinstance(tensor, ShardedTensor):
+            return tensor
+        for owner, current in self._remaining:
+            values = current.collect(owner)
+            if current is tensor and owner == self._rank:
+                assert values is not None
+                return values
+        raise ValueError("a tensor was requested twice, or not in the order of `owned`")
+
+    def finish(self) -> None:
+        """Run the remaining gathers, even if this rank failed to write its files: the other ranks wait for it."""
+        for owner, current in self._remaining:
+            current.collect(owner)
