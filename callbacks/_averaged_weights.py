@@ -14,7 +14,7 @@ from trainkit.callback import Callback
 from trainkit.distributed.parameter_placement import is_dtensor, own_range, part_at
 from trainkit.errors import ConfigurationError
 from trainkit.optim.parameter_names import clean_paths
-from trainkit.state.parts import TRAINED_WEIGHTS, trained_weights
+from trainkit.state.training_objects import TRAINED_WEIGHTS, trained_weights
 from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
 if TYPE_CHECKING:

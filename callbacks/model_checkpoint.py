@@ -32,7 +32,7 @@ from trainkit.callbacks._checkpoint_history import (
 from trainkit.checks import choice, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, Preempted, nearest
-from trainkit.state.model import has_adapters
+from trainkit.state.pretrained import has_adapters
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

@@ -11,7 +11,7 @@ from trainkit.checkpoint.commit import CommitResult
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError
 from trainkit.paths import local_path
-from trainkit.state.model import has_adapters
+from trainkit.state.pretrained import has_adapters
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule

@@ -14,7 +14,8 @@ from torch.nn.parallel import DataParallel
 from torch.nn.utils import prune
 
 from trainkit.errors import UnsavableError
-from trainkit.state.model import capture_model, clean_names, parameter_names
+from trainkit.optim.parameter_names import clean_names, parameter_names
+from trainkit.state.model import capture_model
 
 
 def compiled(module: nn.Module) -> nn.Module:

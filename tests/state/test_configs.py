@@ -12,8 +12,10 @@ from helpers.resume.saved_state import differences, restore_model, restore_optim
 from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.state.model import capture_model, frozen_fingerprint, has_adapters, parameter_names
+from trainkit.optim.parameter_names import parameter_names
+from trainkit.state.model import capture_model, frozen_fingerprint
 from trainkit.state.optimizer import capture_optimizer
+from trainkit.state.pretrained import has_adapters
 
 WHAT = "the checkpoint step-4"
 

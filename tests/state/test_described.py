@@ -14,10 +14,9 @@ from torch.optim import SGD, Adam, Optimizer
 
 from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
-from trainkit.state.described import copied
-from trainkit.state.lenient import same_groups
-from trainkit.state.model import parameter_names
-from trainkit.state.optimizer import OptimizerState, capture_optimizer, plan_optimizer
+from trainkit.optim.parameter_names import parameter_names
+from trainkit.state.optimizer import OptimizerState, capture_optimizer, plan_optimizer, same_groups
+from trainkit.state.saved_values import copied
 
 WHAT = "the checkpoint step-4"
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.errors import StateMismatchError, UnsavableError
-from trainkit.state.model import capture_model, parameter_names
+from trainkit.optim.parameter_names import parameter_names
+from trainkit.state.model import capture_model
 from trainkit.state.optimizer import capture_optimizer, plan_optimizer
 
 WHAT = "the checkpoint step-4"

@@ -20,8 +20,8 @@ from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError
-from trainkit.state.plug_ins import drafted
-from trainkit.state.rank_checksums import checksums
+from trainkit.state.callback_state import drafted
+from trainkit.state.plan_checkpoint import checksums
 from trainkit.tagged_json.tensors import ShardedTensor
 
 

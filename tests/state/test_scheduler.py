@@ -33,7 +33,7 @@ from torch.optim.swa_utils import SWALR
 
 from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
-from trainkit.state.model import parameter_names
+from trainkit.optim.parameter_names import parameter_names
 from trainkit.state.optimizer import capture_optimizer
 from trainkit.state.scheduler import capture_scheduler, restore_scheduler
 

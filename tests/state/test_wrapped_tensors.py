@@ -17,10 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import TrainModule
 from trainkit.errors import CorruptCheckpointError, MissingPackageError, StateMismatchError
-from trainkit.optim.parameter_names import ParameterNames
-from trainkit.state.model import parameter_names
-from trainkit.state.optimizer import capture_optimizer, plan_optimizer
-from trainkit.state.wrapped_tensors import KINDS
+from trainkit.optim.parameter_names import ParameterNames, parameter_names
+from trainkit.state.optimizer import KINDS, capture_optimizer, plan_optimizer
 
 KINDS_OF = {"AdamW8bit": "OptimState8bit", "AdamW4bit": "OptimState4bit", "AdamWFp8": "OptimStateFp8"}
 

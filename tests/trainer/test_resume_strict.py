@@ -308,7 +308,7 @@ def test_state_that_an_optimizer_refuses() -> None:
 def test_a_malformed_description(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files are intact, but the saved description of the optimizer is wrong."""
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.state.parts.capture_optimizer", _malformed)
+        patch.setattr("trainkit.state.training_objects.capture_optimizer", _malformed)
         half()
     with pytest.raises(CorruptCheckpointError, match="the description of optimizer 0 is malformed") as caught:
         make_trainer(max_steps=4).fit(Net(), tiny_loader(), ckpt_path="there")

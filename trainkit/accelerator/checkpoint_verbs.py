@@ -15,7 +15,7 @@ from trainkit.accelerator.options import Options
 from trainkit.accelerator.saving import Saving, refuse_pickle
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.names import refuse_unknown
-from trainkit.state.parts import check_names
+from trainkit.state.training_objects import check_names
 
 __all__ = ["CheckpointVerbs"]
 

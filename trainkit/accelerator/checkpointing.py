@@ -33,9 +33,9 @@ from trainkit.errors import (
 )
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.paths import local_path
-from trainkit.state.model import has_adapters
-from trainkit.state.parts import Parts, SaveMode, about, capture, moved, restore, with_trained_weights
-from trainkit.state.plug_ins import plan_checkpoint
+from trainkit.state.plan_checkpoint import plan_checkpoint
+from trainkit.state.pretrained import has_adapters
+from trainkit.state.training_objects import Parts, SaveMode, about, capture, moved, restore, with_trained_weights
 from trainkit.strategy import Strategy
 
 __all__ = ["PARTS", "Checkpointing", "Loop", "Prepared"]

@@ -19,11 +19,11 @@ from trainkit.checkpoint.tensor_file import FiniteCheck
 from trainkit.console import notice, shortened, warn
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointWriteError, ConfigurationError
-from trainkit.optim.parameter_names import without_checkpoint_wrapper
+from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
 from trainkit.paths import local_path
-from trainkit.state.adapters import adapter_folders
-from trainkit.state.model import capture_model, clean_names
-from trainkit.state.parts import configurations
+from trainkit.state.model import capture_model
+from trainkit.state.pretrained import adapter_folders
+from trainkit.state.training_objects import configurations
 from trainkit.strategy import Strategy
 from trainkit.tagged_json.tensors import is_sharded_tensor
 

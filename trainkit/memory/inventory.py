@@ -20,7 +20,7 @@ from trainkit.module.train_module import TrainModule
 from trainkit.nested import rebuild
 from trainkit.optim.optimizer_copy import count_slots, state_bytes
 from trainkit.precision import Precision
-from trainkit.state.configs import has_adapters
+from trainkit.state.pretrained import has_adapters
 from trainkit.strategy import Contents, Weight
 
 __all__ = ["built_placeholder", "contents_of", "parse_bytes", "placeholder_of"]

@@ -34,7 +34,7 @@ from trainkit.names import advice, refuse_unknown
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
-from trainkit.state.parts import Parts, model_stems, restore, shown
+from trainkit.state.training_objects import Parts, model_stems, restore, shown
 
 __all__ = [
     "NamedValues",

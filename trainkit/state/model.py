@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+import re
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainkit.checkpoint.tensor_file import memory_key
-from trainkit.console import counted
+from trainkit.console import counted, shortened
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
-from trainkit.optim.parameter_names import clean_names, clean_paths, parameter_names, without_checkpoint_wrapper
-from trainkit.state.configs import has_adapters, model_configs
-from trainkit.state.described import copied
-from trainkit.state.fit import Fit
-from trainkit.state.renamed import explain_names, folded
-from trainkit.tagged_json.tensors import ShardedTensor
+from trainkit.optim.parameter_names import clean_paths, without_checkpoint_wrapper
+from trainkit.state.pretrained import model_configs
+from trainkit.state.saved_values import castable, copied, same_bits
+from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
-__all__ = [
-    "ModelState",
-    "capture_model",
-    "clean_names",
-    "frozen_fingerprint",
-    "has_adapters",
-    "parameter_names",
-    "plan_model",
-]
+__all__ = ["ModelState", "capture_model", "frozen_fingerprint", "plan_model"]
+
 
 _EXTRA = "_extra_state"
 _CHUNK_BYTES = 64 * 2**20  # bytes of a parameter that are copied to the host at a time
@@ -47,7 +39,7 @@ class ModelState:
         trained: `requires_grad` of every parameter, stored or not. A restore does not change it for other parameters.
         fingerprint: the fingerprint of the frozen parameters if they are not stored; `None` if all are stored.
         configs: the configurations of `transformers` and PEFT models inside, see
-            `trainkit.state.configs.model_configs`.
+            `trainkit.state.pretrained.model_configs`.
     """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
@@ -365,3 +357,319 @@ def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, b
         f"requires_grad of {counted(count, 'parameter', 'parameters')} was set to {wanted}, as in the checkpoint"
         for wanted, count in changed.items()
     ]
+
+
+class _Stored(Protocol):
+    aliases: dict[str, str]
+    trained: dict[str, bool]
+
+
+class Fit:
+    """Compares stored tensors with those of a module, name by name, and collects the mismatches.
+
+    Args:
+        sources: the stored tensors by clean name; tied ones under each name.
+        stored: the tied names and the parameters in the checkpoint.
+        frozen: names that need not be stored.
+        strict: whether missing and unexpected names are an error.
+
+    Attributes:
+        missing, unexpected, other: the mismatches.
+        whole: what to load, by name in the module's state dict.
+        narrow: pairs (target, source) to copy separately: expanded tensors, each element once.
+    """
+
+    def __init__(self, sources: Mapping[str, Tensor], stored: _Stored, frozen: set[str], strict: bool) -> None:
+        self._sources, self._stored, self._frozen, self._strict = sources, stored, frozen, strict
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self.other: list[str] = []
+        self.whole: dict[str, Tensor] = {}
+        self.narrow: list[tuple[Tensor, Tensor]] = []
+        self._pending: list[tuple[str, Tensor]] = []
+        self._pairs: list[tuple[str, Tensor, Tensor]] = []  # name, target, source
+        self._first: dict[Any, str] = {}  # place of a target → the first name with a source
+        self._notices: list[str] = []
+
+    def add(self, raw_name: str, name: str, target: Tensor) -> None:
+        """Compare one tensor of the module's state dict with the stored one; `name` is its clean name."""
+        if is_lazy(target):
+            if name in self._sources:
+                self.whole[raw_name] = self._sources[name]
+            elif isinstance(target, torch.nn.Parameter) and name not in self._stored.trained:
+                self.missing.append(name)  # otherwise it had no shape either when it was saved
+            return
+        source = self._sources.get(name)
+        if source is None:
+            self._pending.append((name, target))  # until it is known whether it is tied to one that is stored
+            return
+        self._first.setdefault(memory_key(target), name)
+        if not self._fits(name, target, source):
+            return
+        self._pairs.append((name, target, source))
+        dense = _narrowed(target)
+        if dense is target:
+            self.whole[raw_name] = source
+        else:
+            self.narrow.append((dense, source.as_strided(dense.shape, source.stride())))
+
+    def check_shared_memory(self) -> None:
+        """After the last tensor: check that names that share memory in the module have the same values in the checkpoint."""
+        for name, target in self._pending:
+            first = self._first.get(memory_key(target))
+            if first is None and name not in self._frozen:
+                self.missing.append(name)
+            elif first is not None:
+                self._notices.append(f"{name} is tied to {first} in this model and gets its value")
+        self._note_untied()
+        if self.other:
+            return
+        for group in _overlapping(self._pairs):
+            self._check_group(group)
+
+    def complaints(self) -> list[str]:
+        """One line for each mismatch; empty if the state can be loaded."""
+        lines = []
+        if self._strict and self.missing:
+            lines.append(f"missing in the checkpoint ({len(self.missing)}): " + ", ".join(self.missing))
+        if self._strict and self.unexpected:
+            lines.append(f"unexpected in the checkpoint ({len(self.unexpected)}): " + ", ".join(self.unexpected))
+        return lines + self.other
+
+    def only_names(self) -> bool:
+        """Whether missing and unexpected names are the only mismatches."""
+        return not self.other
+
+    def notices(self) -> list[str]:
+        """What the user should know after the state is loaded."""
+        notices = list(self._notices)
+        casts: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+        overflowed = []
+        for name, target, source in self._pairs:
+            if source.dtype != target.dtype:
+                casts[source.dtype, target.dtype] += 1
+                if target.is_floating_point() and not target.is_meta and not _all_finite(target) and _all_finite(source):
+                    overflowed.append(name)
+        for (before, after), count in casts.items():
+            notices.append(f"{counted(count, 'tensor was', 'tensors were')} cast from {_dtype(before)} to {_dtype(after)}")
+        if overflowed:
+            notices.append(f"values outside the range of the model's dtype became infinite or NaN in: {', '.join(overflowed)}")
+        if self.missing:
+            notices.append(f"not in the checkpoint, so left unchanged: {', '.join(self.missing)}")
+        if self.unexpected:
+            notices.append(f"not in the model, so not loaded: {', '.join(self.unexpected)}")
+        return notices
+
+    def _fits(self, name: str, target: Tensor, source: Tensor) -> bool:
+        before = len(self.other)
+        if target.shape != source.shape:
+            self.other.append(f"{name}: shape {tuple(source.shape)} in the checkpoint, {tuple(target.shape)} in the model")
+        elif target.is_meta and not is_sharded_tensor(target):
+            self.other.append(f"{name} is on the meta device and has no memory; call module.to_empty(device=...) first")
+        elif target.is_inference():
+            self.other.append(
+                f"{name} was created under torch.inference_mode() and cannot be changed; create the model outside it"
+            )
+        elif not castable(source, target.dtype):
+            self.other.append(f"{name}: {_dtype(source.dtype)} in the checkpoint cannot be cast to {_dtype(target.dtype)}")
+        elif not _consistent(target, source):
+            self.other.append(f"{name} is expanded in the model, but the checkpoint has different values for one element")
+        return len(self.other) == before
+
+    def _note_untied(self) -> None:
+        places = {name: memory_key(target) for name, target, _ in self._pairs}
+        for alias, stored in self._stored.aliases.items():
+            if alias in places and stored in places and places[alias] != places[stored]:
+                self._notices.append(
+                    f"{alias} was tied to {stored} when saved, but is not tied in this model: both got the same values"
+                )
+
+    def _check_group(self, group: list[tuple[str, Tensor, Tensor]]) -> None:
+        """Load tensors that share memory into a copy of that memory, and check whether each has its value afterwards."""
+        if len({id(source) for _, _, source in group}) == 1 and len({memory_key(target) for _, target, _ in group}) == 1:
+            return  # tied in the model and in the checkpoint
+        memory = group[0][1].untyped_storage().clone()
+        with torch.no_grad():
+            trial = [
+                torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
+                for t in (_narrowed(target) for _, target, _ in group)
+            ]
+            wanted = [source.as_strided(t.shape, source.stride()) for t, (_, _, source) in zip(trial, group, strict=True)]
+            for target, source in zip(trial, wanted, strict=True):
+                target.copy_(source)
+            agree = all(same_bits(t, s.to(t.device, t.dtype)) for t, s in zip(trial, wanted, strict=True))
+        names = ", ".join(name for name, _, _ in group)
+        if agree:
+            self._notices.append(f"{names} share memory in this model, but did not when saved; their values are equal")
+        else:
+            self.other.append(f"{names} share memory in the model, but the checkpoint has different values for them")
+
+
+def _narrowed(tensor: Tensor) -> Tensor:
+    """The tensor without the repetitions of expanded dimensions; the tensor itself if there are none."""
+    shape, strides = list(tensor.shape), tensor.stride()
+    narrow = [1 if step == 0 and size > 1 else size for size, step in zip(shape, strides, strict=True)]
+    return tensor if narrow == shape else tensor.as_strided(narrow, strides)
+
+
+def _consistent(target: Tensor, source: Tensor) -> bool:
+    dense = _narrowed(target)
+    if dense is target:
+        return True
+    return same_bits(source, source.as_strided(dense.shape, source.stride()).expand(source.shape))
+
+
+def _overlapping(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> list[list[tuple[str, Tensor, Tensor]]]:
+    """Groups of two or more tensors with overlapping ranges of memory."""
+    ranges: dict[tuple[torch.device, Any], list[tuple[int, int, tuple[str, Tensor, Tensor]]]] = defaultdict(list)
+    for pair in pairs:
+        target = pair[1]
+        try:
+            storage, start = target.untyped_storage()._cdata, int(target.storage_offset()) * target.element_size()
+        except (NotImplementedError, RuntimeError):
+            continue
+        last = sum(int(size - 1) * int(step) for size, step in zip(target.shape, target.stride(), strict=True))
+        ranges[target.device, storage].append((start, start + (last + 1) * target.element_size(), pair))
+    groups: list[list[tuple[str, Tensor, Tensor]]] = []
+    for found in ranges.values():
+        end = -1
+        for start, stop, pair in sorted((item for item in found if item[0] < item[1]), key=lambda item: item[:2]):
+            if start < end:
+                groups[-1].append(pair)
+            else:
+                groups.append([pair])
+            end = max(end, stop)
+    return [group for group in groups if len(group) > 1]
+
+
+def _all_finite(tensor: Tensor) -> bool:
+    wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    return bool(torch.isfinite(wide).all())
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_WRAPPERS = {
+    "_orig_mod": "torch.compile",
+    "_checkpoint_wrapped_module": "checkpoint_wrapper",
+    "module": "DataParallel or DistributedDataParallel",
+}
+
+
+@dataclass(frozen=True)
+class _Renaming:
+    """Something that renames parameters.
+
+    Attributes:
+        by: what it is, for messages.
+        find: the original name of a parameter from one of its new names; `None`: it was not renamed by this. The second
+            argument has all names.
+        apply: how to do it to a layer before loading; empty for a wrapper.
+    """
+
+    by: str
+    find: Callable[[str, Collection[str]], str | None]
+    apply: str
+
+
+def _with(suffix: str, other: str) -> Callable[[str, Collection[str]], str | None]:
+    """Finds `X` from `X<suffix>` if there is also `X<other>`."""
+
+    def find(name: str, names: Collection[str]) -> str | None:
+        plain = name.removesuffix(suffix)
+        return plain if plain != name and f"{plain}{other}" in names else None
+
+    return find
+
+
+def _parametrized(name: str, _: Collection[str]) -> str | None:
+    found = re.fullmatch(r"(.*\.|)parametrizations\.([^.]+)\.original\d*", name)
+    return found and f"{found[1]}{found[2]}"
+
+
+def _inside(part: str) -> Callable[[str, Collection[str]], str | None]:
+    """Finds the name without a part that a wrapper has added."""
+
+    def find(name: str, _: Collection[str]) -> str | None:
+        plain = ".".join(one for one in name.split(".") if one != part)
+        return plain if plain != name else None
+
+    return find
+
+
+_RENAMINGS = (
+    _Renaming(
+        "torch.nn.utils.prune",
+        _with("_orig", "_mask"),
+        "torch.nn.utils.prune.identity(layer, {attribute!r}); a callback does so in on_load_checkpoint. Or load only the "
+        "pruned weights: restore={{'model'}}",
+    ),
+    _Renaming(
+        "torch.nn.utils.parametrize (which torch.nn.utils.parametrizations uses)",
+        _parametrized,
+        "for example torch.nn.utils.parametrizations.weight_norm(layer, {attribute!r})",
+    ),
+    _Renaming("torch.nn.utils.weight_norm", _with("_g", "_v"), "torch.nn.utils.weight_norm(layer, {attribute!r})"),
+    _Renaming("torch.nn.utils.spectral_norm", _with("_orig", "_u"), "torch.nn.utils.spectral_norm(layer, {attribute!r})"),
+    _Renaming(
+        "an adapter of PEFT, such as LoRA", _inside("base_layer"), "for example peft.inject_adapter_in_model(config, model)"
+    ),
+    *(_Renaming(by, _inside(part), "") for part, by in _WRAPPERS.items()),
+)
+
+_QUANTIZED = re.compile(r"fake_quant|activation_post_process")  # buffers next to the parameters of a layer
+
+
+def folded(sources: Mapping[str, Tensor], here: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
+    """The stored tensors, with the product for parameters that were pruned when they were saved, but are not in this model.
+
+    Args:
+        sources: the stored tensors by name.
+        here: the names in the model.
+
+    Returns:
+        The tensors, and notices for the user.
+    """
+    found = dict(sources)
+    pruned = [
+        plain
+        for plain in (name.removesuffix("_mask") for name in sources if name.endswith("_mask"))
+        if f"{plain}_orig" in sources and plain in here and plain not in sources and f"{plain}_mask" not in here
+    ]
+    for plain in pruned:
+        found[plain] = found.pop(f"{plain}_orig") * found.pop(f"{plain}_mask")
+    if not pruned:
+        return found, []
+    return found, [f"loaded <name>_orig × <name>_mask of the checkpoint, without the mask, as: {shortened(pruned)}"]
+
+
+def explain_names(missing: Collection[str], unexpected: Collection[str]) -> Iterator[str]:
+    """What names mean that only the model (`missing`) or only the checkpoint (`unexpected`) has, a paragraph each."""
+    for names, others, saved in ((unexpected, missing, True), (missing, unexpected, False)):
+        known, rest = set(names), set(others)
+        for renaming in _RENAMINGS:
+            found = ((name, renaming.find(name, known)) for name in names)
+            for name, plain in ((name, plain) for name, plain in found if plain is not None and plain in rest):
+                yield _explained(renaming, name, plain, saved)
+                break
+        added = next((name for name in names if _QUANTIZED.search(name)), None)
+        if added is not None:
+            fix = _fix(saved, "torch.ao.quantization.prepare_qat(model)")
+            yield f"{added!r} is only in the {'checkpoint' if saved else 'model'}, added by torch.ao.quantization. {fix}"
+
+
+def _explained(renaming: _Renaming, new: str, plain: str, saved: bool) -> str:
+    where, other = ("checkpoint", "model") if saved else ("model", "checkpoint")
+    text = f"{new!r} in the {where} is {plain!r} in the {other}, renamed by {renaming.by}."
+    if not renaming.apply:
+        return f"{text} Fix: remove the part from the names before you save or load them."
+    return f"{text} {_fix(saved, renaming.apply.format(attribute=plain.rpartition('.')[2]))}"
+
+
+def _fix(saved: bool, apply: str) -> str:
+    """What to do if it was applied to the model that was saved, or to the one that is here."""
+    if saved:
+        return f"Fix: apply it to the same layers before loading, in __init__ or configure_model: {apply}"
+    return "Fix: load the weights into the model before you apply it."

@@ -1,14 +1,15 @@
 """Captures the state of an optimizer as tensors by parameter name, and restores it: all of it, or nothing is changed.
 
 torch's `state_dict` numbers the parameters by their place in the groups, and its `load_state_dict` trusts the numbers.
-Here they are translated to names and back, so that a state is never loaded into another parameter.
+Here they are translated to names and back, so that a state is never loaded into another parameter. What is no tensor is a
+description, which is checked when it is read. With `strict=False`, the optimizer may have other parameters than the saved one.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -18,16 +19,16 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainkit.checkpoint.state_schema import optimizer_problem
 from trainkit.console import counted
-from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
-from trainkit.optim.parameter_names import shape_of
+from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError, missing_package
+from trainkit.optim.parameter_names import shape_of, without_checkpoint_wrapper
 from trainkit.optim.prepared import PreparedOptimizer
-from trainkit.registry import strategy_infos
-from trainkit.state.described import SavedOptimizer, StoredSlots, copied, is_of_torch, odd_value
-from trainkit.state.fit import castable
-from trainkit.state.lenient import group_names, with_parameters_of
+from trainkit.registry import load, strategy_infos
+from trainkit.state.saved_values import castable, copied, is_of_torch, odd_value
 
-__all__ = ["OptimizerState", "capture_optimizer", "plan_optimizer"]
+__all__ = ["OptimizerState", "SavedOptimizer", "StoredSlots", "capture_optimizer", "plan_optimizer", "same_groups"]
+
 
 # Bytes, like torch's allocators. Kernels may round differently with less, so tensors that are kept must have it, too.
 _ALIGNMENT_BYTES = 64
@@ -429,3 +430,317 @@ def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
             state[key] = value
 
     return undo
+
+
+_Need = Callable[[bool, str], None]
+"""`need(condition, problem)` raises `CorruptCheckpointError` if the condition is false."""
+
+
+@dataclass
+class StoredSlots:
+    """The slots that an optimizer keeps for one parameter.
+
+    Attributes:
+        tensors: slot → tensor; item n of a list has the slot `<slot>.<n>`, and an inner tensor of a quantized one
+            `<slot>.<name>`.
+        irregular: slots of tensors that are neither scalar nor of the parameter's shape, of items of lists, and of inner
+            tensors.
+        described: `{"values": {slot: value}, "lists": {slot: {"tuple": bool, "length": n, "values": {position: value}}},
+            "quantized": {slot: {"class": name, "attributes": [value], "shape": shape}}, "irregular": [slot]}`, each omitted
+            if empty; `{"whole": value}` if the value has no slots.
+    """
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    irregular: list[str] = field(default_factory=list)
+    described: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, slots: Any, parameter: Tensor) -> StoredSlots:
+        """Separate the tensors that an optimizer stores for `parameter` from its other values."""
+        if not isinstance(slots, Mapping):
+            return cls(described={"whole": slots})
+        self = cls()
+        values: dict[Any, Any] = {}
+        lists: dict[str, Any] = {}
+        quantized: dict[str, Any] = {}
+        for slot, value in slots.items():
+            plain = isinstance(slot, str) and "/" not in slot  # otherwise it cannot be part of a key
+            if plain and isinstance(value, Tensor) and slot not in self.tensors:
+                if (about := self._add_tensor(slot, value, parameter)) is not None:
+                    quantized[slot] = about
+            elif plain and type(value) in (list, tuple) and not any(str(other).startswith(f"{slot}.") for other in slots):
+                lists[slot] = self._add_list(slot, value)
+            else:
+                values[slot] = value
+        parts = {"values": values, "lists": lists, "quantized": quantized, "irregular": self.irregular}
+        self.described = {key: part for key, part in parts.items() if part}
+        return self
+
+    def _add_tensor(self, slot: str, tensor: Tensor, parameter: Tensor) -> dict[str, Any] | None:
+        """Store a tensor, or the inner tensors of a quantized one; returns the description of a quantized one."""
+        apart = taken_apart(tensor)
+        if apart is not None:
+            inner, about = apart
+            self._add_irregular({f"{slot}.{part}": one for part, one in inner.items()})
+            return about
+        self.tensors[slot] = tensor.detach()
+        if tensor.ndim and tensor.shape != parameter.shape:
+            self.irregular.append(slot)
+        return None
+
+    def _add_list(self, slot: str, items: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
+        """Store the tensors of a list, each under its position; returns the description of the list."""
+        found = {f"{slot}.{n}": item for n, item in enumerate(items) if isinstance(item, Tensor)}
+        rest = {str(n): item for n, item in enumerate(items) if not isinstance(item, Tensor)}
+        self._add_irregular(found)
+        return {"tuple": isinstance(items, tuple), "length": len(items), "values": rest}
+
+    def _add_irregular(self, found: dict[str, Tensor]) -> None:
+        self.tensors.update({slot: tensor.detach() for slot, tensor in found.items()})
+        self.irregular += found
+
+    @property
+    def shapes(self) -> Iterator[tuple[str, torch.Size]]:
+        """The slots that must have the shape of the parameter, each with its shape."""
+        for slot, tensor in self.tensors.items():
+            if tensor.ndim and slot not in self.irregular:
+                yield slot, tensor.shape
+        for slot, about in self.described.get("quantized", {}).items():
+            yield slot, torch.Size(about["shape"])
+
+    def rebuilt(self, name: str, convert: Callable[[str, str, Tensor], Tensor], device: torch.device) -> Any:
+        """The inverse of `of`; each tensor is the result of `convert(name, slot, tensor)`, quantized ones are on the device."""
+        if "whole" in self.described:
+            return copied(self.described["whole"])
+        lists = self.described.get("lists", {})
+        quantized = self.described.get("quantized", {})
+        parts = {f"{slot}.{n}" for slot, about in lists.items() for n in range(about["length"])}
+        parts |= {f"{slot}.{part}" for slot, about in quantized.items() for part in KINDS[about["class"]][1]}
+        slots: dict[Any, Any] = {
+            slot: convert(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in parts
+        }
+        for slot, about in lists.items():
+            items = [
+                copied(about["values"][str(n)])
+                if str(n) in about["values"]
+                else convert(name, slot, self.tensors[f"{slot}.{n}"])
+                for n in range(about["length"])
+            ]
+            slots[slot] = tuple(items) if about["tuple"] else items
+        for slot, about in quantized.items():
+            inner = {part: self.tensors[f"{slot}.{part}"].to(device, copy=True) for part in KINDS[about["class"]][1]}
+            slots[slot] = put_together(about, inner)
+        return {**slots, **copied(self.described.get("values", {}))}
+
+
+@dataclass
+class SavedOptimizer:
+    """The checked content of `trainkit.state.optimizer.OptimizerState.described`, with the tensors.
+
+    Attributes:
+        kind: the class.
+        groups: for each group the names of the parameters, and the options.
+        state: name of the parameter → its slots.
+        entries: state of the whole optimizer.
+        more: entries of the `state_dict` other than state and groups.
+        opaque: a whole `state_dict` that does not have torch's form.
+    """
+
+    kind: str
+    groups: list[tuple[list[str], dict[str, Any]]]
+    state: dict[str, StoredSlots] = field(default_factory=dict)
+    entries: dict[Any, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    opaque: Any = None
+
+    @classmethod
+    def read(cls, described: Any, tensors: Mapping[str, Tensor], index: int, what: str) -> SavedOptimizer:
+        """Check the description and assign the tensors to their parameters.
+
+        Raises:
+            CorruptCheckpointError: The description is malformed, or does not match the tensors.
+        """
+
+        def need(condition: bool, problem: str) -> None:
+            if not condition:
+                raise CorruptCheckpointError(
+                    f"{what}: the description of optimizer {index} is malformed: {problem}. Fix: use another checkpoint."
+                )
+
+        problem = optimizer_problem(described, f"optimizers[{index}]")
+        need(problem is None, str(problem))
+        parts = {key: described.get(key, {}) for key in ("state", "entries", "more")}
+        self = cls(described["class"], _read_groups(described["groups"], need), opaque=described.get("opaque"))
+        need(not any(isinstance(key, int) for key in parts["entries"]), "an entry has an integer key, like a parameter")
+        self.entries, self.more = parts["entries"], parts["more"]
+        names = {name for own, _ in self.groups for name in own}
+        for raw, about in parts["state"].items():
+            name = without_checkpoint_wrapper(raw)
+            need(name in names, f"state for {name!r}, which is in no group")
+            known = all(item["class"] in KINDS for item in about.get("quantized", {}).values())
+            need(known, f"an unknown class of quantized slots for {name!r}")
+            self.state[name] = StoredSlots(irregular=about.get("irregular", []), described=about)
+        self._add_tensors(tensors, index, need)
+        return self
+
+    def named_as(self, names: Container[str]) -> SavedOptimizer:
+        """With the names of this model for parameters that were pruned when they were saved by an earlier version."""
+        groups = [([name_here(name, names) for name in own], options) for own, options in self.groups]
+        return replace(self, groups=groups, state={name_here(name, names): stored for name, stored in self.state.items()})
+
+    def _add_tensors(self, tensors: Mapping[str, Tensor], index: int, need: _Need) -> None:
+        """Assign the tensors of this optimizer to their parameters."""
+        for key, tensor in tensors.items():
+            number, _, rest = key.partition("/")
+            if number == str(index):
+                name, _, slot = rest.rpartition("/")
+                name = without_checkpoint_wrapper(name)
+                need(name in self.state, f"the tensor {key!r} belongs to no parameter")
+                self.state[name].tensors[slot] = tensor
+        for name, stored in self.state.items():
+            for slot, about in stored.described.get("lists", {}).items():
+                need(_is_complete(slot, about, stored.tensors), f"the list {slot!r} of {name!r} is incomplete")
+            for slot, about in stored.described.get("quantized", {}).items():
+                complete = all(f"{slot}.{part}" in stored.tensors for part in KINDS[about["class"]][1])
+                need(complete, f"the quantized tensor {slot!r} of {name!r} is incomplete")
+
+
+def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[str, Any]]]:
+    """The parameter names and the options of each group."""
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    names: set[str] = set()
+    for group in listed:
+        need("params" not in group["options"], "an option is named 'params'")
+        own = [without_checkpoint_wrapper(name) for name in group["parameters"]]
+        need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter occurs more than once")
+        names.update(own)
+        groups.append((own, group["options"]))
+    return groups
+
+
+def name_here(name: str, names: Container[str]) -> str:
+    """The name in this model of a parameter that may have been pruned when it was saved, see `SavedOptimizer.named_as`."""
+    plain = name.removesuffix("_orig")
+    return plain if name not in names and plain in names else name
+
+
+def _is_complete(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]) -> bool:
+    """Whether every position of a list has a tensor or a value. The length is not trusted."""
+    if about["length"] > len(tensors) + len(about["values"]):
+        return False
+    return all((f"{slot}.{n}" in tensors) != (str(n) in about["values"]) for n in range(about["length"]))
+
+
+def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+    """The names of the parameters, by group."""
+    return [
+        [names.get(id(p), "a parameter that belongs to no module") for p in group["params"]] for group in optimizer.param_groups
+    ]
+
+
+def with_parameters_of(
+    optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
+) -> tuple[SavedOptimizer, list[str]]:
+    """The saved state, changed to fit the parameters of this optimizer, and notices for the user.
+
+    A group gets the options of the saved group that has most of its parameters. Parameters that were not saved have no state.
+    The state of parameters that this optimizer does not have is dropped. State in another form than that of torch's optimizers
+    is returned unchanged.
+    """
+    here = group_names(optimizer, names)
+    theirs = [own for own, _ in saved.groups]
+    if saved.opaque is not None or here == theirs:
+        return saved, []
+    matches = _matches(here, theirs)
+    groups: list[tuple[list[str], dict[str, Any]]] = [
+        (own, {} if match is None else saved.groups[match][1]) for own, match in zip(here, matches, strict=True)
+    ]
+    taken = set(chain.from_iterable(here))
+    groups += [saved.groups[number] for number in _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))]
+    kept = dict.fromkeys(chain.from_iterable(own for own, _ in groups))
+    state = {name: own for name, own in saved.state.items() if name in kept}
+    return replace(saved, groups=groups, state=state), _notices(kept, dict.fromkeys(chain.from_iterable(theirs)))
+
+
+def _notices(kept: Collection[str], saved: Collection[str]) -> list[str]:
+    """What the user should know of parameters that only the optimizer or only the checkpoint has."""
+    notices = []
+    if fresh := [name for name in kept if name not in saved]:
+        notices.append(f"the optimizer starts without state for these parameters: {', '.join(fresh)}")
+    if gone := [name for name in saved if name not in kept]:
+        notices.append(f"optimizer state was not loaded for parameters that this optimizer does not have: {', '.join(gone)}")
+    return notices
+
+
+def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) -> bool:
+    """Whether each group has the parameters of the saved group with the same index, so that a saved schedule fits."""
+    if not isinstance(described, dict) or not isinstance(described.get("groups"), list):
+        return True  # plan_optimizer raises an error for it
+    known = set(names.values())
+    theirs = [[name_here(name, known) for name in own["parameters"]] for own in described["groups"]]
+    here = group_names(optimizer, names)
+    matches = _matches(here, theirs)
+    taken = set(chain.from_iterable(here))
+    matches += _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))
+    return matches == list(range(len(theirs)))
+
+
+def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[int | None]:
+    """For each group the index of the saved group that has most of its parameters.
+
+    A group without saved parameters gets the saved group of the same index, if that is not assigned.
+    """
+    matches: list[int | None] = []
+    for own in here:
+        common = [len(set(own) & set(saved)) for saved in theirs]
+        most = max(common, default=0)
+        matches.append(common.index(most) if most else None)
+    for number, match in enumerate(matches):
+        if match is None and number < len(theirs) and number not in matches:
+            matches[number] = number
+    return matches
+
+
+def _to_be_added(
+    theirs: Sequence[Sequence[str]], matches: Sequence[int | None], taken: set[str], known: Mapping[str, Tensor]
+) -> list[int]:
+    """The saved groups that were added during training: their parameters belong to the modules, and to no group here."""
+    return [
+        number
+        for number, own in enumerate(theirs)
+        if number not in matches and all(name in known and name not in taken for name in own)
+    ]
+
+
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "OptimState4bit": ("torchao.optim.subclass_4bit:OptimState4bit", ("codes", "scale", "qmap")),
+    "OptimState8bit": ("torchao.optim.subclass_8bit:OptimState8bit", ("codes", "scale", "qmap")),
+    "OptimStateFp8": ("torchao.optim.subclass_fp8:OptimStateFp8", ("codes", "scale")),
+}
+"""Class → its path, and its inner tensors. A checkpoint names one of these, and never a path."""
+
+
+def taken_apart(tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The inner tensors of a quantized tensor by name, and its description; `None` if it is none of `KINDS`."""
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor).__name__ not in KINDS:
+        return None
+    names, attributes = flatten()
+    plain = [tuple(value) if isinstance(value, torch.Size) else value for value in attributes]
+    about = {"class": type(tensor).__name__, "attributes": plain, "shape": tuple(tensor.shape)}
+    return {name: getattr(tensor, name) for name in names}, about
+
+
+def put_together(about: dict[str, Any], inner: dict[str, Tensor]) -> Tensor:
+    """The inverse of `taken_apart`.
+
+    Raises:
+        MissingPackageError: torchao is not installed.
+    """
+    try:
+        kind = load(KINDS[about["class"]][0])
+    except ImportError as error:
+        raise missing_package("torchao", "fp8", f"the state of this optimizer ({about['class']})") from error
+    attributes = [torch.Size(value) if isinstance(value, tuple) else value for value in about["attributes"]]
+    made: Tensor = kind.__tensor_unflatten__(inner, attributes)
+    return made

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainkit.checkpoint.state_schema import scheduler_problem
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
 from trainkit.optim.prepared import PreparedScheduler
-from trainkit.state.described import copied, is_of_torch, odd_value
+from trainkit.state.saved_values import copied, is_of_torch, odd_value
 
 __all__ = ["capture_scheduler", "check_scheduler", "restore_scheduler"]
 

@@ -33,8 +33,9 @@ from trainkit.errors import (
 from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
-from trainkit.state.parts import Parts, check_names, model_stems, moved, restore, shown, with_trained_weights
-from trainkit.state.plug_ins import check_callbacks
+from trainkit.state.callback_state import check_callbacks
+from trainkit.state.parts import model_stems
+from trainkit.state.training_objects import Parts, check_names, moved, restore, shown, with_trained_weights
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 

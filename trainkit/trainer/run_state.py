@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.metrics.sync import gather_states, merge_states
 from trainkit.module.hparams import StorableHyperParameters, omegaconf_names
-from trainkit.state.parts import Parts
-from trainkit.state.plug_ins import keyed, logger_states, report_callbacks, restore_callbacks, restore_loggers, restoring
+from trainkit.state.callback_state import keyed, logger_states, report_callbacks, restore_callbacks, restore_loggers, restoring
+from trainkit.state.training_objects import Parts
 from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:

@@ -18,9 +18,10 @@ from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.loggers.base import Logger
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.registry import load_callback
-from trainkit.state.model import frozen_fingerprint, has_adapters
-from trainkit.state.parts import TRAINED_WEIGHTS, SaveMode, about, capture, shown
-from trainkit.state.plug_ins import plan_checkpoint
+from trainkit.state.model import frozen_fingerprint
+from trainkit.state.plan_checkpoint import plan_checkpoint
+from trainkit.state.pretrained import has_adapters
+from trainkit.state.training_objects import TRAINED_WEIGHTS, SaveMode, about, capture, shown
 from trainkit.trainer.progress import Phase
 from trainkit.trainer.run_folder import choose_folder
 from trainkit.trainer.run_state import capture_run, parts_of

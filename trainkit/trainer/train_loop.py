@@ -25,7 +25,7 @@ from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.metric_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.module.monitors import not_logged, validation_hint
-from trainkit.state.plug_ins import logger_states
+from trainkit.state.callback_state import logger_states
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.module_steps import check_loss, detached, loss_in, without_data
 from trainkit.trainer.progress import Phase, Stop, ValidationStart

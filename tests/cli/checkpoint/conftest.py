@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import commit
 from trainkit.precision import Precision
-from trainkit.state.parts import Parts, capture
+from trainkit.state.training_objects import Parts, capture
 
 Save = Callable[..., Path]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainkit.cli.checkpoint.compare import compare_tensors, compare_values
 from trainkit.cli.main import main
-from trainkit.state.parts import model_stem
+from trainkit.state.training_objects import model_stem
 
 
 def trained(root: Path, steps: int = 4, **arguments: Any) -> Path:

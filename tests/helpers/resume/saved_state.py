@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.state.fit import same_bits
 from trainkit.state.model import ModelState, capture_model, plan_model
 from trainkit.state.optimizer import plan_optimizer
+from trainkit.state.saved_values import same_bits
 from trainkit.tagged_json.codec import dumps, loads
 
 __all__ = [

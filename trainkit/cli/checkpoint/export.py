@@ -30,7 +30,7 @@ from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted
 from trainkit.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 from trainkit.paths import local_path
-from trainkit.state.adapters import adapter_config, adapter_names, adapters_of
+from trainkit.state.pretrained import adapter_config, adapter_names, adapters_of
 
 __all__ = ["DTYPES", "ExportFolder", "cast", "export", "export_folders", "run"]
 

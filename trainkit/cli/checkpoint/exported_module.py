@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.reader import Checkpoint
 from trainkit.errors import CorruptCheckpointError, UnknownNameError, nearest
-from trainkit.state.parts import model_stems
+from trainkit.state.training_objects import model_stems
 
 __all__ = ["ExportedModule", "aliases_of", "read_module"]
 

@@ -31,8 +31,8 @@ from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.state.optimizer import capture_optimizer
-from trainkit.state.parts import Captured, Parts, about, capture
 from trainkit.state.scheduler import capture_scheduler
+from trainkit.state.training_objects import Captured, Parts, about, capture
 from trainkit.strategy import Strategy
 
 __all__ = ["convert_state", "import_checkpoint", "run"]

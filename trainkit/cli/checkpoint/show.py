@@ -22,7 +22,7 @@ from trainkit.cli.checkpoint.text import (
     tensor_headers,
 )
 from trainkit.console import counted
-from trainkit.state.plug_ins import readable_key
+from trainkit.state.callback_state import readable_key
 
 __all__ = ["groups_of", "run"]
 

@@ -33,10 +33,10 @@ from trainkit.errors import (
     UnsupportedArgumentError,
     nearest,
 )
-from trainkit.optim.parameter_names import clean_paths
+from trainkit.optim.parameter_names import clean_names, clean_paths
 from trainkit.registry import strategy_infos
-from trainkit.state.model import ModelState, clean_names, plan_model
-from trainkit.state.parts import model_stems
+from trainkit.state.model import ModelState, plan_model
+from trainkit.state.training_objects import model_stems
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
 __all__ = ["extract_model_from_parallel", "is_compiled_module", "load_checkpoint_in_model"]

@@ -1,24 +1,83 @@
-"""Compares what ranks hold before a save: a checkpoint takes each tensor from one rank, so all must have the same values."""
+"""Plans a checkpoint on all ranks. It takes each tensor from one rank, so all ranks must have the same values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.checkpoint_plan import CheckpointContent
-from trainkit.checkpoint.ranks import Group
-from trainkit.errors import CheckpointError
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
+from trainkit.checkpoint.ranks import Group, run_on_all_ranks
+from trainkit.distributed.world import World
+from trainkit.errors import CheckpointError, CheckpointWriteError, UnsavableError
+from trainkit.tagged_json.codec import unsavable
 from trainkit.tagged_json.tensors import is_sharded_tensor
 
-__all__ = ["checksums", "compare_ranks"]
+__all__ = ["checksums", "compare_ranks", "plan_checkpoint"]
 
 _WORD_BYTES = 8  # bytes
 _BLOCK_WORDS = 512  # words
 _PARTS_PER_TENSOR = 16  # of a large tensor, one of which is read at a save
 # On other devices, such as XLA's, reading values would compile and run a graph of its own.
 _READ_AT_ONCE = ("cpu", "cuda")
+
+
+def plan_checkpoint(world: World, content: CheckpointContent) -> CheckpointPlan:
+    """Create the draft of a content. Collective: an error on one rank is raised on all.
+
+    Raises:
+        UnsavableError: a value cannot be stored; names the path to it.
+        CheckpointWriteError: the position of a logger in its files is not known.
+        CheckpointError: ranks have different values of a parameter, or of the state of an optimizer.
+    """
+    drafts: list[CheckpointPlan] = []
+    own: dict[str, int] = {}
+
+    def create() -> list[Any]:
+        for logger in content.state.get("loggers", ()):
+            if isinstance(logger["state"], OSError):
+                raise CheckpointWriteError(
+                    f"the position of {logger['kind']} in its log cannot be read, so a resumed run could not continue it: "
+                    f"{logger['state']}"
+                ) from logger["state"]
+        try:
+            draft = CheckpointPlan(content, rank=world.rank, ranks=world.size)
+        except UnsavableError as error:
+            explained = _added_by_hooks(content.state)
+            if explained is None:
+                raise
+            raise explained from error
+        drafts.append(draft)
+        if world.size > 1:
+            own.update(checksums(content))
+        return [draft.layout, sum(own.values())]
+
+    planned = run_on_all_ranks(world, create)
+    if all(layout == drafts[0].layout for layout, _ in planned):  # otherwise `commit` says what differs
+        compare_ranks(world, [total for _, total in planned], own)
+    return drafts[0]
+
+
+def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
+    """One error for all values that `on_save_checkpoint` added and that cannot be stored; `None` if all can be."""
+    added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
+    given = state.get("hyper_parameters", {})  # only those that can be stored, and those that a hook has added
+    added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}
+    refused = {place: problem for place, value in added.items() if (problem := unsavable(value, place)) is not None}
+    if not refused:
+        return None
+    place, (_, kind) = next(iter(refused.items()))
+    return UnsavableError(
+        "on_save_checkpoint added values to the checkpoint that cannot be stored:\n  "
+        + "\n  ".join(text for text, _ in refused.values())
+        + "\nA checkpoint can store numbers, strings, tensors, numpy arrays, lists and dicts, but no code. Fix, one of:\n"
+        f"  1. store its state, and load it in on_load_checkpoint: {place} = self.thing.state_dict()\n"
+        "  2. register its type once, where it is defined: "
+        f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
+        f"  3. remove the line {place} = ..., and create the object again in setup or on_load_checkpoint"
+    )
 
 
 def checksums(content: CheckpointContent) -> dict[str, int]:

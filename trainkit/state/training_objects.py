@@ -17,12 +17,11 @@ from trainkit.console import counted, notice
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
 from trainkit.optim.optimizer_copy import StoredOptimizer
-from trainkit.optim.parameter_names import without_pruning
+from trainkit.optim.parameter_names import parameter_names, without_pruning
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
-from trainkit.state.lenient import same_groups
-from trainkit.state.model import ModelState, capture_model, parameter_names, plan_model
-from trainkit.state.optimizer import capture_optimizer, plan_optimizer
+from trainkit.state.model import ModelState, capture_model, plan_model
+from trainkit.state.optimizer import capture_optimizer, plan_optimizer, same_groups
 from trainkit.state.scheduler import capture_scheduler, check_scheduler, restore_scheduler
 from trainkit.strategy import Strategy
 

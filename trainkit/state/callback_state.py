@@ -1,4 +1,4 @@
-"""The state of callbacks and loggers, and the draft of a checkpoint."""
+"""The state of callbacks and loggers in a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,14 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
-from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.console import notice
-from trainkit.distributed.world import World
-from trainkit.errors import CheckpointWriteError, CorruptCheckpointError, TrainkitError, UnsavableError
-from trainkit.state.described import odd_value
-from trainkit.state.rank_checksums import checksums, compare_ranks
-from trainkit.tagged_json.codec import unsavable
+from trainkit.errors import CorruptCheckpointError, TrainkitError
+from trainkit.state.saved_values import odd_value
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
@@ -24,69 +19,12 @@ __all__ = [
     "check_callbacks",
     "keyed",
     "logger_states",
-    "plan_checkpoint",
     "readable_key",
     "report_callbacks",
     "restore_callbacks",
     "restore_loggers",
     "restoring",
 ]
-
-
-def plan_checkpoint(world: World, content: CheckpointContent) -> CheckpointPlan:
-    """Create the draft of a content. Collective: an error on one rank is raised on all.
-
-    Raises:
-        UnsavableError: a value cannot be stored; names the path to it.
-        CheckpointWriteError: the position of a logger in its files is not known.
-        CheckpointError: ranks have different values of a parameter, or of the state of an optimizer.
-    """
-    drafts: list[CheckpointPlan] = []
-    own: dict[str, int] = {}
-
-    def create() -> list[Any]:
-        for logger in content.state.get("loggers", ()):
-            if isinstance(logger["state"], OSError):
-                raise CheckpointWriteError(
-                    f"the position of {logger['kind']} in its log cannot be read, so a resumed run could not continue it: "
-                    f"{logger['state']}"
-                ) from logger["state"]
-        try:
-            draft = CheckpointPlan(content, rank=world.rank, ranks=world.size)
-        except UnsavableError as error:
-            explained = _added_by_hooks(content.state)
-            if explained is None:
-                raise
-            raise explained from error
-        drafts.append(draft)
-        if world.size > 1:
-            own.update(checksums(content))
-        return [draft.layout, sum(own.values())]
-
-    planned = run_on_all_ranks(world, create)
-    if all(layout == drafts[0].layout for layout, _ in planned):  # otherwise `commit` says what differs
-        compare_ranks(world, [total for _, total in planned], own)
-    return drafts[0]
-
-
-def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
-    """One error for all values that `on_save_checkpoint` added and that cannot be stored; `None` if all can be."""
-    added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
-    given = state.get("hyper_parameters", {})  # only those that can be stored, and those that a hook has added
-    added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}
-    refused = {place: problem for place, value in added.items() if (problem := unsavable(value, place)) is not None}
-    if not refused:
-        return None
-    place, (_, kind) = next(iter(refused.items()))
-    return UnsavableError(
-        "on_save_checkpoint added values to the checkpoint that cannot be stored:\n  "
-        + "\n  ".join(text for text, _ in refused.values())
-        + "\nA checkpoint can store numbers, strings, tensors, numpy arrays, lists and dicts, but no code. Fix, one of:\n"
-        f"  1. store its state, and load it in on_load_checkpoint: {place} = self.thing.state_dict()\n"
-        "  2. register its type once, where it is defined: "
-        f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
-        f"  3. remove the line {place} = ..., and create the object again in setup or on_load_checkpoint"
-    )
 
 
 def logger_states(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
