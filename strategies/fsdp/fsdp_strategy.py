@@ -28,8 +28,8 @@ from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.launch.joining import single_process_group
 from trainkit.module.blocks import Choice
 from trainkit.names import refuse_unknown
-from trainkit.optim.gradient_norm import total_norm
 from trainkit.optim.optimizer_copy import StoredOptimizer
+from trainkit.optim.optimizer_gradients import total_norm
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, average_gradients, check_modules_match
 from trainkit.strategies._processes import ProcessStrategy

@@ -23,7 +23,7 @@ from trainkit.data.micro_batch import MicroBatch
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ConfigurationError, ModuleError, OptimizerError
 from trainkit.module.blocks import Choice
-from trainkit.optim.stored_optimizer import StoredOptimizer, placeholder_parameter
+from trainkit.optim.optimizer_copy import StoredOptimizer, placeholder_parameter
 from trainkit.precision import Precision, is_short
 from trainkit.strategies._collectives import broadcast
 from trainkit.strategies._quantized import quantizes

@@ -27,9 +27,9 @@ from trainkit.launch.environment import option
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
-from trainkit.optim.step_arguments import StepArguments
 from trainkit.precision import Precision
 from trainkit.strategies.zero.deepspeed_api import load, quiet, require_compiler
+from trainkit.strategy import StepArguments
 
 __all__ = ["AUTO", "DeepSpeedConfig", "RunSettings", "deepspeed_config", "options", "read_config"]
 

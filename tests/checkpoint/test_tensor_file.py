@@ -30,7 +30,7 @@ from trainkit.checkpoint import tensor_file
 from trainkit.checkpoint.regular_file import read_file
 from trainkit.checkpoint.tensor_file import Entry, FiniteCheck, TensorFile, chunks, plan_files, tensors_in, write_file
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
-from trainkit.tagged_json.codec import DTYPES as FORMAT_DTYPES
+from trainkit.tagged_json.tensors import DTYPES as FORMAT_DTYPES
 
 LARGE = 10**12
 NAME = "step-1/model.safetensors"

@@ -79,7 +79,8 @@ def _adopt(iterator: Any) -> None:
     """Let the failure of a worker raise where its batch is missing, and let the workers end at once when they must.
 
     torch would raise from its handler of SIGCHLD, wherever the main process is at that moment: in a step, in a save, at the
-    exit of the interpreter. A worker does not end at a SIGTERM (see `ignore_group_signals`), so this process ends it by SIGKILL.
+    exit of the interpreter. A worker does not end at a SIGTERM (see `ignore_group_signals`), so this process ends it with
+    SIGKILL.
     """
     signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # torch does not export it
     iterator._worker_pids_set = False

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.placement import whole_shape
+from trainkit.distributed.parameter_placement import whole_shape
 from trainkit.errors import StateMismatchError
 from trainkit.optim.parameter_names import ParameterNames
 from trainkit.registry import strategy_infos

@@ -37,12 +37,12 @@ from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule
 from trainkit.module.hook_checks import check_callback, check_datamodule, check_module
 from trainkit.module.hook_table import HookTable
+from trainkit.module.hparams import StorableHyperParameters
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.registry import load_callback
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
-from trainkit.state.hyper import logged
-from trainkit.tagged_json.omegaconf import without_omegaconf
+from trainkit.tagged_json.codec import plain_container
 from trainkit.trainer.eval_loop import explain_inference_tensors
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
@@ -305,7 +305,7 @@ def start_loggers(run: Run) -> None:
         ConfigurationError: the data module and the module contradict each other, or a folder cannot be written.
     """
     owners = [o for o in (run.datamodule, run.module) if o is not None and o._log_hyperparams]
-    given = [entry for owner in owners for entry in without_omegaconf(owner.hparams).items()]
+    given = [entry for owner in owners for entry in plain_container(owner.hparams).items()]
     values = dict(given)
     differing = [str(name) for name, value in given if repr(value) != repr(values[name])]
     if differing:
@@ -315,7 +315,7 @@ def start_loggers(run: Run) -> None:
         )
     _make_log_folders(run.loggers)
     if values and run.loggers:
-        kept = {name: value for owner in owners for name, value in logged(owner).items()}
+        kept = {name: value for owner in owners for name, value in StorableHyperParameters(owner, code=True).values.items()}
         for logger in run.loggers:
             with logger._surviving("write the hyper-parameters"):
                 logger.log_hyperparams(kept)

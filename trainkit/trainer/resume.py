@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from trainkit.checkpoint.all_ranks import run_on_all_ranks
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, pointed_to
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.reader import LoadedCheckpoint
-from trainkit.checkpoint.shared_reading import read_on_all_ranks
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.checks import real_number
 from trainkit.console import counted, notice, shortened, warn
 from trainkit.data.order import ORDER_VERSION
@@ -34,8 +33,7 @@ from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.callback_state import check_callbacks
-from trainkit.state.parts import model_stems
-from trainkit.state.training_objects import Parts, check_names, moved, restore, shown, with_trained_weights
+from trainkit.state.training_objects import Parts, check_names, model_stems, moved, restore, shown, with_trained_weights
 from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
 from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 
@@ -79,7 +77,7 @@ class FoundCheckpoint:
         wanted: the parts of it that are restored.
     """
 
-    def __init__(self, path: Path, loaded: Loaded) -> None:
+    def __init__(self, path: Path, loaded: LoadedCheckpoint) -> None:
         self.path, self.loaded = path, loaded
         self.restart = False
         self.wanted: set[str] = set()
@@ -154,7 +152,7 @@ def _named(run: Run, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
     if ckpt_path == "best":
         return _best(run, places)
     path = local_path(ckpt_path, "ckpt_path")
-    staging.fetch(path)
+    remote_sync.fetch(path)
     path = pointed_to(path)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
         raise CheckpointNotFoundError(
