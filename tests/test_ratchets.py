@@ -64,7 +64,7 @@ def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> No
         "trainer.py:fit",
         "train_loop.py:train_epoch",
         "train_loop.py:close_window",
-        "stepping.py:step",
+        "accelerator.py:step",
         "strategy.py:optimizer_step",
         "precision.py:optimizer_step",
     ]

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from trainkit import Accelerator, Strategy
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.accelerator.process_verbs import ProcessVerbs
 from trainkit.accelerator.processes import Processes, only_where
 from trainkit.config.kwargs_handlers import DistributedType
 from trainkit.distributed.world import World
@@ -316,10 +315,10 @@ def test_the_part_needs_no_accelerator() -> None:
 
 
 def test_the_verbs_need_no_training() -> None:
-    """`ProcessVerbs`, a base class of `Accelerator`, can be used by itself."""
+    """An `Accelerator` can exchange values between processes where nothing is trained."""
 
     def work(world: World) -> list[Any]:
-        verbs = ProcessVerbs(Placed(world))
+        verbs = Accelerator(strategy=Placed(world))
         verbs.wait_for_everyone()
         return [verbs.process_index, verbs.num_processes, verbs.is_last_process, verbs.state.use_distributed]
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from trainkit.accelerator.core import Accelerator
+from trainkit.accelerator.accelerator import Accelerator
 
 __all__ = ["Accelerator"]

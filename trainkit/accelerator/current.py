@@ -18,7 +18,7 @@ from trainkit.launch.joining import joined_world
 from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
-    from trainkit.accelerator.core import Accelerator
+    from trainkit.accelerator.accelerator import Accelerator
 
 __all__ = ["gathering", "latest", "place", "remember", "strategy_of"]
 

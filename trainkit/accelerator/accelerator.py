@@ -1,0 +1,1665 @@
+"""`Accelerator`: prepare, accumulate, backward, clip, step. The one implementation, for `Trainer` and your own loops."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainkit.accelerator.accumulation import AccumulationState, CallWindow
+from trainkit.accelerator.checkpointing import PARTS, Checkpointing, Prepared
+from trainkit.accelerator.collective_checks import CollectiveChecks, described
+from trainkit.accelerator.compiled import CompiledModules
+from trainkit.accelerator.current import remember
+from trainkit.accelerator.facts import AcceleratorState, no_attribute, plugin_of, refuse_precision, state_of
+from trainkit.accelerator.gathering import Gathering
+from trainkit.accelerator.in_precision import InPrecision, without_wrappers
+from trainkit.accelerator.naming import NumberedCheckpoints
+from trainkit.accelerator.options import Options, check_steps, mixed_name, resolve
+from trainkit.accelerator.processes import Processes, only_where
+from trainkit.accelerator.reading import Reading, prepared_as_loader
+from trainkit.accelerator.saving import Saving, refuse_pickle
+from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
+from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
+from trainkit.accelerator.weighing import Weighing
+from trainkit.checkpoint.staging import staging
+from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from trainkit.config.kwargs_handlers import (
+    AutocastKwargs,
+    DistributedType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    distributed_type,
+)
+from trainkit.console import counted, echo, notice, warn, with_article
+from trainkit.data.assembling import BatchPadding
+from trainkit.data.loader import PreparedLoader
+from trainkit.data.sources import batch_size_of
+from trainkit.data.splitting import split_batches
+from trainkit.distributed.world import World
+from trainkit.errors import (
+    CollectiveError,
+    ConfigurationError,
+    OptimizerError,
+    ProcessFailedError,
+    UnsupportedArgumentError,
+)
+from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
+from trainkit.optim.parameter_names import foreign_parameters, shape_of
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.rng import Stage, resolve_seed
+from trainkit.state.parts import check_names
+from trainkit.strategy import Strategy
+from trainkit.unsupported import refuse_unknown
+
+__all__ = ["Accelerator"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_NULL = nullcontext()
+
+_FIX = {
+    False: "Replace layers in __init__ or configure_model, or return a new optimizer from configure_optimizers: "
+    "torch.optim.{}(self.parameters()).",
+    True: "Replace layers first: optimizer = torch.optim.{0}(model.parameters()); model, optimizer = "
+    "accelerator.prepare(model, optimizer). Prepare the other model too, if it is one: accelerator.prepare(model, other, "
+    "optimizer).",
+}
+
+
+class Accelerator:
+    """Runs your own training loop on any device and any number of processes. `Trainer` uses it too.
+
+    The arguments are Accelerate's; those after `fsdp_plugin` are keywords. An argument that is not given has the value of
+    the file of `trainkit launch --config_file`, if the process was started so.
+
+    Args:
+        device_placement: Move models, optimizers and batches to the device.
+        split_batches: The `batch_size` of a loader is the total of all processes. Default: it is that of each process.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`: float32 parameters, and a forward under autocast. Under ZeRO, as in
+            Accelerate, 16-bit parameters with float32 master weights. `"fp8"`: see `Float8Precision`.
+        gradient_accumulation_steps: Number of micro-batches per optimizer step. Default: 1.
+        cpu: Run on the CPU even if there is a GPU.
+        dataloader_config: A `DataLoaderConfiguration`.
+        deepspeed_plugin: A `DeepSpeedPlugin`: ZeRO.
+        fsdp_plugin: A `FullyShardedDataParallelPlugin`: FSDP.
+        megatron_lm_plugin: Unsupported; use `strategy="fsdp"` or `"zero3"`.
+        rng_types: No effect: all generators are seeded for each micro-batch, on all processes.
+        log_with: Trackers for `init_trackers`: a name such as `"wandb"`, `"all"`, a `Logger`, a `GeneralTracker`, or a
+            list.
+        project_dir: Folder of the project.
+        project_config: A `ProjectConfiguration`.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin`.
+        dispatch_batches: Only `False`: each process reads its own batches.
+        even_batches: A rank without data at the end of an epoch gets padding micro-batches. `False`: only where it has none
+            in a whole accumulation window, and never in an evaluation. Default: `True`.
+        use_seedable_sampler: No effect: the order of an epoch is always a function of the seed and the number of the epoch.
+        step_scheduler_with_optimizer: A prepared scheduler advances with optimizer steps, once for each process (once in
+            all with `split_batches`). `False`: it advances by one with each call.
+        kwargs_handlers: Options such as `GradScalerKwargs`, in a list.
+        dynamo_backend: Compile models with `torch.compile` and this backend: each repeated block, or the whole model if it
+            has none. Names in checkpoints do not change, and `free_memory` ends it.
+        dynamo_plugin: A `TorchDynamoPlugin`, instead of `dynamo_backend`.
+        parallelism_config: A `ParallelismConfig`: replicas, shards and tensor parallelism of FSDP.
+        strategy: `"auto"` (DDP if a launcher has started several processes, otherwise one device), `"ddp"`, `"fsdp"`,
+            `"zero1"` to `"zero3"`, `"xla"`, or a `Strategy`.
+        precision: A name of `Precision` or an object, instead of `mixed_precision`.
+        activation_checkpointing: Recompute activations of the models passed to `prepare` in their backward pass, to save
+            memory. The values are those of `Trainer`, such as `True` and `"selective"`; each model needs such modules.
+
+    Raises:
+        ConfigurationError: An argument is wrong or contradicts another.
+        UnsupportedArgumentError: An argument is not supported; the message says what to use.
+
+    Example:
+        ```python
+        accelerator = Accelerator(gradient_accumulation_steps=4)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for epoch in range(3):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    loss = F.cross_entropy(model(x), y)
+                    accelerator.backward(loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+        ```
+
+    The loss is the mean over its micro-batch. It is scaled so that the gradient is the mean over the whole accumulation
+    window, also if the last micro-batch or the last window is short. Inside `accumulate`, `step` acts only when the window
+    is full, and `zero_grad` then or at the start of a window.
+    """
+
+    # ---------------------------------------------------------------------------------------------------------------- set up
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool | None = None,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        *,
+        megatron_lm_plugin: Any = None,
+        rng_types: Any = None,
+        log_with: Any = None,
+        project_dir: Any = None,
+        project_config: Any = None,
+        gradient_accumulation_plugin: Any = None,
+        dispatch_batches: bool | None = None,
+        even_batches: bool | None = None,
+        use_seedable_sampler: bool | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Any = None,
+        dynamo_backend: Any = None,
+        dynamo_plugin: Any = None,
+        parallelism_config: Any = None,
+        strategy: str | Strategy | None = None,
+        precision: Any = None,
+        activation_checkpointing: Any = None,
+        **unknown: Any,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        options = resolve(given, unknown)
+        self._begin(options)
+        self._own = self.accumulation.own_loop = True
+        self._compares = options.debug
+        self._watchdog = self.world.watchdog if options.watched else None
+        self.collective_checks.debug = options.debug
+        self._begin_building()
+        remember(self)
+
+    @classmethod
+    def of_trainer(cls, strategy: Strategy) -> Accelerator:
+        """Return the accelerator of a `Trainer`, for a strategy that has joined its processes."""
+        self = cls.__new__(cls)
+        self._begin(Options(strategy, even_batches=False))
+        return self
+
+    def _begin(self, options: Options) -> None:
+        self.options, self.strategy = options, options.strategy
+        self._own = self._compares = self._watches = self._begun = False
+        self._begin_stepping()
+        self._watchdog = None
+        self._even = options.even_batches
+        self._trackers = Trackers(list(options.log_with), options.project, self.strategy)
+        self.accumulation: AccumulationState = AccumulationState(options.steps, self.strategy.begin_micro_batch)
+        self.strategy.begin_micro_batch(self.accumulation.current)
+        self._batch_padding: BatchPadding | None = None  # of the first loader
+        self._seed: int | None = None
+        self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
+        self.before_step: Callable[[Optimizer], None] | None = None
+        self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
+        self._compiled = CompiledModules()
+        self._models: list[nn.Module] = []
+        self._bare: list[nn.Module] = []  # the user's own, without wrappers
+        self.owners: Sequence[nn.Module] = self._bare
+        self._owned: dict[int, set[int]] = {}  # by the id of an optimizer, those of its parameters in prepared models
+        self._recomputed: list[CheckpointedModules] = []
+        self._given: dict[int, nn.Module] = {}  # the models that prepare has returned, by id
+        self._optimizers: list[PreparedOptimizer] = []
+        self._schedulers: list[PreparedScheduler] = []
+        self._loaders: list[PreparedLoader] = []
+        self.reading = Reading(self.accumulation, self._bare, self.strategy.data_world.devices)
+        self.collective_checks: CollectiveChecks = CollectiveChecks.of(self.strategy.world)
+        self._processes = Processes(self.strategy, self.collective_checks)
+        self._gathering = Gathering(self.strategy, self.collective_checks, self.reading)
+        prepared = Prepared(self._bare, self._optimizers, self._schedulers, self._loaders)
+        self._saving = Saving(self.strategy, self._bare)
+        self._numbered = NumberedCheckpoints(options.project, self.strategy.world)
+        self._checkpointing = Checkpointing(self.strategy, self._numbered, prepared, options.resume_loaders)
+        self.reading.end_late, self.reading.begin_epoch = self._end_late, self.recheck_parameters
+        self._weighing: dict[tuple[int, ...], Weighing] = {}  # by the ids of the models of `accumulate`
+        self._traces: list[str] = []  # the files of `profile`, without their endings
+        self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
+        self._building = ExitStack()  # the context in which models of transformers are created
+
+    def _begin_building(self) -> None:
+        """Shard models of `transformers` while they are created, if the user has asked for that."""
+        plugin = self.options.plugin
+        if plugin is not None and plugin.divides_at_once:
+            self._building.enter_context(self.strategy.building(pretrained=True))
+            weakref.finalize(self, self._building.close)
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(type(self), name)
+
+    # ----------------------------------------------------------------------------------------------------------------- facts
+
+    @property
+    def world(self) -> World:
+        """The processes of the run."""
+        return self.strategy.world
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the models and the batches."""
+        return self.strategy.device
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes; where one process drives several devices (XLA's SPMD), number of devices."""
+        return self.strategy.world_size
+
+    @property
+    def process_index(self) -> int:
+        """Rank of this process."""
+        return self.strategy.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """Rank of this process on its node."""
+        return self.strategy.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the main process, rank 0, which writes."""
+        return self.strategy.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its node."""
+        return self.strategy.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process; true where one process drives all devices (XLA's SPMD)."""
+        return self.strategy.rank == self.strategy.world.size - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether `num_processes` is more than 1."""
+        return self.num_processes > 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """How the run is distributed: `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, `NO` is one process."""
+        return distributed_type(self.strategy)
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The device, the processes and the precision in one object, as in Accelerate."""
+        return state_of(self.strategy, self.options.plugin)
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The options of ZeRO; `None` without ZeRO."""
+        return plugin_of(self.strategy, self.options.plugin, DeepSpeedPlugin)
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """The options of FSDP; `None` without FSDP."""
+        return plugin_of(self.strategy, self.options.plugin, FullyShardedDataParallelPlugin)
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether the strategy is FSDP, which is always FSDP2."""
+        return self.distributed_type == DistributedType.FSDP
+
+    @property
+    def mixed_precision(self) -> str:
+        """`"no"`, `"fp16"` or `"bf16"`; see `strategy.precision` for the precise name."""
+        return mixed_name(self.strategy.precision)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether the forward runs under autocast. Setting it has no effect: pass `mixed_precision` to the accelerator."""
+        return self.strategy.precision.autocast_dtype is not None
+
+    @native_amp.setter
+    def native_amp(self, native: bool) -> None:
+        refuse_precision(self.strategy, native)
+
+    @property
+    def seed(self) -> int:
+        """The seed of order and randomness: that of `set_seed`, called before the first loader is prepared.
+
+        The first read is a collective: all processes use the main process's seed.
+        """
+        if self._seed is None:
+            self._seed = int(self.strategy.world.from_main(resolve_seed(None)))
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether the `batch_size` of a loader is the total of all processes."""
+        return self.options.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all processes get the same number of batches; it applies to loaders that are prepared later."""
+        return self._even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._even = even
+
+    @property
+    def steps_of_scheduler(self) -> int:
+        """Number of steps that a prepared scheduler takes with an optimizer step; 0: one with each call."""
+        if not self.options.step_scheduler_with_optimizer:
+            return 0
+        return 1 if self.options.split_batches else self.num_processes
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Number of micro-batches per optimizer step."""
+        return self.accumulation.size
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.accumulation.size = check_steps(steps)
+        for loader in self._loaders:
+            if loader.window is not None:
+                loader.window = steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-batch is the last of its accumulation window, so that an optimizer step is due."""
+        return self.accumulation.current.last
+
+    @property
+    def clears_gradients(self) -> bool:
+        """Whether `zero_grad` of a prepared optimizer acts now."""
+        return self.accumulation.clears
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The prepared optimizers, as torch's objects."""
+        return [prepared.optimizer for prepared in self._optimizers]
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The prepared schedulers, as the user's objects."""
+        return [prepared.scheduler for prepared in self._schedulers]
+
+    @property
+    def loaders(self) -> list[PreparedLoader]:
+        """The prepared loaders."""
+        return list(self._loaders)
+
+    # --------------------------------------------------------------------------------------------------------------- prepare
+
+    def prepare(
+        self,
+        *objects: Any,
+        device_placement: Sequence[bool] | None = None,
+        batch_weight: Callable[[Any], float] | None = None,
+    ) -> Any:
+        """Prepare models, optimizers, loaders and schedulers for the device and the processes; use what it returns.
+
+        A prepared loader yields its batches on the device, in an order and with random numbers that depend only on the seed
+        and the epoch. A model is moved in place, so that an optimizer made before stays valid.
+
+        Args:
+            *objects: The objects, in any order, each once. `None` stays `None`.
+            device_placement: For each object, whether to move it to the device. Default: as in `Accelerator`.
+            batch_weight: A function of a batch (on the CPU) that returns its weight in its accumulation window: a float ≥
+                0, such as the number of tokens in the loss. For the first loader here. Default: the number of samples.
+
+        Returns:
+            The prepared object, or a tuple of them in the order of `objects`.
+
+        Raises:
+            ConfigurationError: An object is none of these, or is already prepared.
+        """
+        return self._prepared(objects, device_placement, batch_weight)
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
+        """Prepare a model, as `prepare` does.
+
+        Args:
+            model: The model, not prepared yet.
+            device_placement: Whether to move it to the device. Default: as in `Accelerator`.
+            evaluation_mode: The model is not trained: it is moved, computes in the precision of the run and is compiled,
+                but no wrapper exchanges gradients. Call `model.eval()` yourself.
+
+        Raises:
+            ConfigurationError: It is not a model, or already prepared.
+            UnsupportedArgumentError: `evaluation_mode` under a strategy that shards parameters or optimizer state.
+        """
+        strategy = self.strategy
+        if evaluation_mode and (strategy.shards_optimizer_state or strategy.shards_parameters):
+            raise UnsupportedArgumentError(
+                f"prepare_model(evaluation_mode=True) is not supported under {type(strategy).__name__}, which shards the "
+                "models that it prepares. A model that is not sharded needs no preparation: model.to(accelerator.device).eval()"
+            )
+        prepared: nn.Module = self._prepared_as(nn.Module, model, device_placement, evaluation_mode)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer, as `prepare` does.
+
+        Args:
+            optimizer: The optimizer, not prepared yet.
+            device_placement: No effect: an optimizer keeps its state on the device of its parameters.
+
+        Raises:
+            ConfigurationError: It is not an optimizer, or already prepared.
+        """
+        return self._prepared_as(Optimizer, optimizer, device_placement)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
+    ) -> PreparedLoader:
+        """Prepare a loader, as `prepare` does. `slice_fn_for_dispatch` can only be `None`."""
+        if slice_fn_for_dispatch is not None:
+            raise UnsupportedArgumentError(
+                "prepare_data_loader(slice_fn_for_dispatch=) is not supported: each process reads its own batches. Remove it."
+            )
+        prepared: PreparedLoader = self._prepared_as(object, data_loader, device_placement)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Prepare a learning-rate scheduler, as `prepare` does."""
+        return self._prepared_as(object, scheduler, None)
+
+    def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
+        """Prepare a loader with options of `trainkit.data.PreparedLoader`, as `Trainer` does.
+
+        Args:
+            loader: A `DataLoader`, a `CombinedLoader` or an iterable of batches.
+            window: Its batches form accumulation windows (a training loader).
+            **options: Options such as `stage`, `index`, `limit` and `weigh`.
+        """
+        batch_padding, strategy = None, self.strategy
+        if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
+            batch_padding = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
+            self._batch_padding = batch_padding
+        prepared = PreparedLoader(
+            loader,
+            device=strategy.device,
+            generators=strategy.generators(),
+            window=self.accumulation.size if window else None,
+            world=strategy.data_world,
+            ahead=strategy.ahead,
+            filled=batch_padding,
+            **{"seed": self.seed, "stage": Stage.TRAIN, **options},
+        )
+        self._loaders.append(prepared)
+        return prepared
+
+    def release_loader(self, loader: PreparedLoader) -> None:
+        """Release a loader that is not read any more, and end its workers."""
+        loader.close()
+        self._loaders[:] = [other for other in self._loaders if other is not loader]
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader that skips its first `num_batches` batches, see `trainkit.skip_first_batches`."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> nn.Module:
+        """Return the user's model, without the wrappers of `prepare` and `torch.compile`.
+
+        Args:
+            model: The model, prepared or not.
+            keep_fp32_wrapper: No effect: the user's model itself is not changed.
+            keep_torch_compile: Return what `torch.compile` made of it, if it was compiled. The names in its state dict
+                begin with `_orig_mod.`, so the default differs from Accelerate's. A compilation of what `prepare` returned
+                is removed.
+        """
+        return without_wrappers(model, self.strategy, keep_torch_compile)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """A context in which processes may have different numbers of batches. Prepared loaders always allow that.
+
+        Args:
+            joinables: The models that are trained, as `prepare` returned them.
+            even_batches: Replaces `Accelerator(even_batches=)` for loaders that are started in it.
+
+        Raises:
+            ConfigurationError: A model was not prepared.
+        """
+        for model in joinables:
+            self._check_prepared("join_uneven_inputs", model)
+        if even_batches is None:
+            yield
+            return
+        loaders, repeats = self.loaders, even_batches or self.strategy.shards_parameters
+        before = [loader.pads for loader in loaders]
+        for loader in loaders:
+            loader.pads = repeats
+        try:
+            yield
+        finally:
+            for loader, value in zip(loaders, before, strict=True):
+                loader.pads = value
+
+    def _prepared_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
+        if not isinstance(item, kind):
+            raise ConfigurationError(f"expected {with_article(kind.__name__)}, received {with_article(type(item).__name__)}.")
+        return self._prepared([item], None if placed is None else [placed], evaluation=evaluation)
+
+    def _prepared(
+        self,
+        objects: Sequence[Any],
+        device_placement: Sequence[bool] | None,
+        batch_weight: Callable[[Any], float] | None = None,
+        evaluation: bool = False,
+    ) -> Any:
+        placed = self._placements(objects, device_placement)
+        self._check_objects(objects, placed)
+        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if prepared_as_loader(item, place)}
+        if batch_weight is not None and not loaders:
+            raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
+        self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
+        self._begin_watching()
+        prepared: dict[int, Any] = {}
+        # models first: an optimizer is prepared for a model that is on its device
+        prepared |= {place: self._prepare_model(o, evaluation) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
+        prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
+        self._note_owned()
+        for place, found in loaders.items():
+            prepared[place] = self._prepare_own_loader(objects[place], *found, placed[place], batch_weight)
+            batch_weight = None
+        for place, item in enumerate(objects):
+            if place not in prepared:
+                prepared[place] = None if item is None else self._prepare_scheduler(item)
+        return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
+
+    def _placements(self, objects: Sequence[Any], given: Sequence[bool] | None) -> Sequence[bool]:
+        if given is None:
+            return [self.options.device_placement] * len(objects)
+        if len(given) != len(objects):
+            raise ConfigurationError(
+                f"device_placement must have one value per object, but has {len(given)} for {counted(len(objects), 'object')}."
+            )
+        return [self.options.device_placement if value is None else bool(value) for value in given]
+
+    def _check_objects(self, objects: Sequence[Any], placed: Sequence[bool]) -> None:
+        """Refuse objects that have been prepared, or a model on another device that is not moved.
+
+        Raises:
+            ConfigurationError: One of them.
+        """
+        for place, item in enumerate(objects):
+            if self._is_prepared(item) or any(item is other for other in objects[:place]):
+                raise ConfigurationError(
+                    f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
+                    "and use what prepare returned."
+                )
+        for item, moved in zip(objects, placed, strict=True):
+            if isinstance(item, nn.Module) and not moved:
+                self._check_place(item)
+
+    def _is_prepared(self, item: Any) -> bool:
+        ours = isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | InPrecision)
+        known = (*self._models, *self._bare, *self.optimizers)
+        sources = [loader.given_source for loader in self._loaders] + self.schedulers
+        return ours or any(item is one for one in (*known, *sources))
+
+    def _check_prepared(self, verb: str, model: Any) -> None:
+        if not isinstance(model, nn.Module) or all(self.unwrap_model(model) is not one for one in self._bare):
+            raise ConfigurationError(
+                f"{verb}: {type(model).__name__} has not been prepared. Pass what prepare returned: model = "
+                "accelerator.prepare(model)"
+            )
+
+    def _check_place(self, model: nn.Module) -> None:
+        elsewhere = {p.device for p in model.parameters()} - {self.strategy.device}
+        if elsewhere and not self.strategy.placement(model):
+            raise ConfigurationError(
+                f"device_placement=False, but the model has parameters on {elsewhere.pop()}, and the device of this process is "
+                f"{self.strategy.device}. Move the model: model.to(accelerator.device); or remove device_placement."
+            )
+
+    def _prepare_model(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
+        recomputed = self.options.activation_checkpointing
+        if recomputed is not None and not evaluation:  # before the model is compiled, wrapped or sharded
+            self._recomputed.append(checkpoint_activations(self.unwrap_model(model), recomputed))
+        if self.options.compile is not None:
+            self._compiled.add(model, self.options.compile, self.strategy)
+        wrapped = self.strategy.prepare_module(model)
+        for loader in self._loaders:
+            loader.generators = self.strategy.generators()  # of all devices of the model
+        wrapped = wrapped if evaluation else self.strategy.wrap(wrapped)
+        self._models.append(wrapped)
+        self._bare.append(self.unwrap_model(wrapped))
+        precision, handler = self.strategy.precision, self.options.autocast
+        given = wrapped if precision.plain else InPrecision(wrapped, precision, **({} if handler is None else vars(handler)))
+        self._given[id(given)] = given
+        return given
+
+    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
+        prepared = PreparedOptimizer(ours, self)
+        self._optimizers.append(prepared)
+        self._watch_steps(optimizer)
+        self.strategy.precision.several_optimizers = len(self._optimizers) > 1
+        return prepared
+
+    def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        prepared = PreparedScheduler(scheduler, self)
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _note_owned(self) -> None:
+        """Remember which parameters of the optimizers the models have: one that is missing later has been replaced."""
+        known = {id(p) for model in self._bare for p in model.parameters()}
+        for own in self.optimizers:
+            self._owned[id(own)] = {id(p) for group in own.param_groups for p in group["params"] if id(p) in known}
+
+    def _loader_to_read(self, loader: Any) -> tuple[Any, int | None, int]:
+        """The loader to read, the number of its micro-batches to use, and the number of batches of its next epoch to skip."""
+        skipped = 0
+        if isinstance(loader, SkippedLoader):
+            loader, skipped = loader.loader, loader.skipped
+        end = None
+        if self.options.split_batches:
+            loader, end = split_batches(loader, self.strategy.world_size)
+        if not self._loaders:  # the first one is what is trained on
+            self.strategy.check_batches(batch_size_of(loader), self.accumulation.size)
+        return loader, end, skipped
+
+    def _prepare_own_loader(
+        self, given: Any, loader: Any, end: int | None, skipped: int, placed: bool, weigh: Callable[[Any], float] | None
+    ) -> PreparedLoader:
+        more: dict[str, Any] = {} if placed else {"transfer": lambda batch, m: batch}
+        # loaders that are read at the same time must not have the same order and the same augmentation
+        prepared = self.prepare_loader(
+            loader,
+            window=True,
+            index=len(self._loaders),
+            weigh=weigh,
+            pads=self._even or self.strategy.shards_parameters,
+            reader=self.reading,
+            **more,
+        )
+        prepared.micro_limit, prepared.given_source = end, given
+        if skipped:
+            prepared.start_at(skipped)
+        return prepared
+
+    def _begin_watching(self) -> None:
+        """From now on, this process ends if another one fails."""
+        if self._watchdog is not None and not self._watches:
+            self._watchdog.entered()
+            self._watches = True
+
+    def _stop_watching(self) -> None:
+        if self._watchdog is not None and self._watches:
+            self._watchdog.left()
+            self._watches = False
+
+    # ------------------------------------------------------------------------------------------------------- one micro-batch
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """A context for the work on one micro-batch: forward, backward, optimizer step.
+
+        If it is called several times with the same models for one batch of a prepared loader, each call is a micro-batch that
+        counts as much as the batch, and a window has `gradient_accumulation_steps` calls. All processes must make the same
+        number of calls. With a loader that was not prepared, it counts the calls for the same models.
+
+        Args:
+            *models: The models that are called in it, as `prepare` returned them.
+
+        Raises:
+            ConfigurationError: A model was not prepared.
+        """
+        for model in models:
+            if id(model) not in self._given and self._own:
+                self._check_prepared("accumulate", model)
+        self.reading.working()
+        self.accumulation.call(models, self.reading.place(), self.reading.left)
+        self.accumulation.start_body()
+        return _NULL
+
+    def backward(self, loss: Tensor | None, weight: float | Tensor | None = None, **kwargs: Any) -> None:
+        """Run the backward pass of a micro-batch: call it instead of `loss.backward()`.
+
+        It scales the loss to the micro-batch's share of its accumulation window and passes the gradients to the strategy. A
+        micro-batch of weight 0 adds nothing; its loss may be NaN, as a mean over nothing is.
+
+        Args:
+            loss: The mean loss of the micro-batch, a scalar. `None`: it has no loss, and its gradient counts as zero.
+            weight: Its weight among the micro-batches of its window, on all processes: a number ≥ 0, such as the number of
+                tokens in the loss. Default: its number of samples, or the result of `batch_weight`.
+            **kwargs: Arguments of `Tensor.backward`.
+
+        Raises:
+            ConfigurationError: Nothing was prepared; or a weight is not a number, or is given in a part of a window only.
+        """
+        if self._averaged:
+            self._averaged.clear()  # of gradients that were not used
+        if self._own:
+            self._begin_own_backward(loss)
+        micro = self.accumulation.current
+        share = micro.share
+        if self._own and (weight is not None or self._weighing):
+            share = self._weighed(weight)
+        if not self.strategy.reduces_late and self.accumulation.unsure:
+            micro = micro._replace(last=True)  # the gradients are complete if the window turns out to have ended here
+        if loss is None or share == 0.0:
+            self.strategy.skip_backward(loss, micro)
+        else:
+            if self._batch_padding is not None:
+                self._batch_padding.note_backward()
+            if share != 1.0:
+                loss = loss * share
+            self.strategy.backward(loss, micro, **kwargs)
+        self.step_pending = self.accumulation.current.last
+        if self._own and self.step_pending:
+            self._correct_gradients()
+
+    @contextmanager
+    def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
+        """A context in which gradients accumulate and are not averaged over the processes; the next backward pass after it
+        does.
+
+        `accumulate` does this by itself, and scales the losses.
+
+        Args:
+            model: The model, as `prepare` returned it.
+        """
+        if model is not None:
+            self._check_prepared("no_sync", model)
+        with self.accumulation.held():
+            yield
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context that computes in the accelerator's precision. A prepared model does so by itself.
+
+        Args:
+            autocast_handler: Replaces the one in `kwargs_handlers`; with `enabled=False` the context computes in float32.
+        """
+        handler = autocast_handler or self.options.autocast
+        return self.strategy.forward_context() if handler is None else self.strategy.precision.forward_context(**vars(handler))
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[torch.profiler.profile]:
+        """A context in which torch's profiler records; its value is a `torch.profiler.profile`.
+
+        Args:
+            profile_handler: Replaces the one in `kwargs_handlers`.
+        """
+        handler = profile_handler or self.options.profile or ProfileKwargs()
+        folder = handler.output_trace_dir
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+        with handler.build() as recording:
+            yield recording
+        if folder is not None:
+            stem = os.path.join(folder, f"profile_{self.strategy.rank}")
+            earlier = self._traces.count(stem)
+            self._traces.append(stem)
+            recording.export_chrome_trace(f"{stem}-v{earlier}.json" if earlier else f"{stem}.json")
+
+    def any_rank_had_loss(self, had_loss: bool) -> bool:
+        """Whether any rank had a loss in the current window, given whether this rank had one. All ranks call it.
+
+        It first averages gradients that no backward pass has averaged; those of a rank without a loss are zero.
+        """
+        self._average(self.optimizers)
+        found = self.strategy.any_loss(had_loss)
+        if not found:
+            self.strategy.sync_buffers()  # otherwise the optimizer step does it
+        return found
+
+    def _note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
+        """See `trainkit.optim.prepared_optimizer.Stepper`."""
+        self.accumulation.note_verb(verb, *args)
+
+    def _begin_own_backward(self, loss: Tensor | None) -> None:
+        """In your own training loop, the checks before a backward pass."""
+        state = self.accumulation
+        if state.size > 1 and (state.pending is not None or state.by_hand is not False):
+            self._by_hand()
+        state.note_backward()
+        if state.current.first:
+            self.skip_requested = False  # of a window that is over
+        if not self._begun:  # checked here, because a call at every step takes time
+            self._check_begun("backward")
+        if self.step_pending:
+            self._check_step_pending()
+        self.reading.working()
+        self._backwards += 1
+        if not self.strategy.precision.entered:
+            self._check_precision()
+        if self._compares and state.current.last:
+            self._compare("backward", None if loss is None else [loss])
+
+    def _by_hand(self) -> None:
+        """`backward` outside of `accumulate`: as in Accelerate its loss is still divided, and each step updates."""
+        steps = self.accumulation.size
+        if self.accumulation.note_by_hand():
+            notice(
+                f"gradient_accumulation_steps={steps}, but backward is called outside of accumulate(): as in Accelerate, "
+                f"each loss is divided by {steps}, and each optimizer.step() updates the parameters. To accumulate gradients, "
+                "put the body of the loop under: with accelerator.accumulate(model):"
+            )
+
+    def _weighed(self, weight: float | Tensor | None) -> float:
+        state = self.accumulation
+        weighing = self._weighing.get(state.key)
+        if weighing is None:
+            if weight is None:
+                return state.current.share
+            if any(loader.weighs for loader in self._loaders):
+                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) set the same thing. Give one of them.")
+            weighing = Weighing(state, self.strategy.world, self.strategy, self.collective_checks)
+            self._weighing[state.key] = weighing
+        return weighing.share(weight)
+
+    def _check_begun(self, verb: str) -> None:
+        if self._begun or not self._own:
+            return
+        if not (self._models or self._optimizers):
+            raise ConfigurationError(
+                f"{verb} was called before prepare. First: model, optimizer, loader = "
+                "accelerator.prepare(model, optimizer, loader)"
+            )
+        if self.strategy.world.size > 1 and not self._models:
+            raise ConfigurationError(
+                f"{verb}: an optimizer has been prepared but no model, so the gradients would not be averaged over the "
+                "processes. Prepare the model too: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+        self._numbered.check()
+        self._begun = True
+
+    def _check_precision(self) -> None:
+        """Warn once if no prepared model has been called: the user's own model computes in float32."""
+        precision = self.strategy.precision
+        precision.entered = True  # warn once
+        if self._models and precision.autocast_dtype is not None:
+            warn(
+                f"the loss was not computed in {precision.name}: no prepared model has been called. Call what prepare "
+                "returned: model, optimizer = accelerator.prepare(model, optimizer); or compute within accelerator.autocast()."
+            )
+
+    def _check_step_pending(self) -> None:
+        """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
+        if self.accumulation.current.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
+            raise ConfigurationError(
+                "under ZeRO the gradients of several backward passes are accumulated only within a window, and there has been "
+                "no optimizer step since the last one. Use Accelerator(gradient_accumulation_steps=n), or "
+                "accelerator.no_sync(model) around all backward passes but the last. Add up several losses: "
+                "accelerator.backward(loss1 + loss2)."
+            )
+
+    def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
+        """In debug mode, check that all processes call `verb` in the same place with the same tensors."""
+        self.collective_checks.compare(verb, None if tensors is None else described(tensors))
+
+    # ---------------------------------------------------------------------------------------------------- the optimizer step
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Divide the gradients by the loss scale of `16-mixed`, to read or change them. Clipping does this itself.
+
+        Args:
+            optimizer: One or several optimizers, prepared or torch's own. Default: all.
+        """
+        self._check_begun("unscale_gradients")
+        if not self.accumulation.current.last:
+            return
+        given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or self.optimizers)
+        chosen: list[Optimizer] = [getattr(one, "optimizer", one) for one in given]
+        if self._compares:
+            self._compare("unscale_gradients", [p for own in chosen for group in own.param_groups for p in group["params"]])
+        self._average(chosen)
+        if self.strategy.precision.scaler is not None:
+            for own in chosen:
+                self.strategy.unscale(own)
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
+        """Scale the gradients down to a norm of at most `max_norm`. Inside an accumulation window it does nothing.
+
+        If a `DeepSpeedPlugin` or a configuration file sets `gradient_clipping`, that is the maximum norm.
+
+        Args:
+            parameters: The parameters of the model.
+            max_norm: The maximum norm of all gradients together.
+            norm_type: The norm; `inf` is the largest absolute value.
+
+        Returns:
+            The norm before clipping, a scalar on the device; `None` inside an accumulation window.
+        """
+        self._check_begun("clip_grad_norm_")
+        listed = _listed("clip_grad_norm_", parameters)
+        self.accumulation.note_verb(self.clip_grad_norm_, listed, max_norm, norm_type)
+        if not self.accumulation.current.last:
+            return None
+        if self._compares:
+            self._compare("clip_grad_norm_", listed)
+        self._complete(listed)
+        return self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamp each element of the gradients to [-clip_value, clip_value]. Inside an accumulation window it does nothing."""
+        self._check_begun("clip_grad_value_")
+        listed = _listed("clip_grad_value_", parameters)
+        self.accumulation.note_verb(self.clip_grad_value_, listed, clip_value)
+        if self.accumulation.current.last:
+            if self._compares:
+                self._compare("clip_grad_value_", listed)
+            self._complete(listed)
+            self.strategy.clip_grad_value_(listed, clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
+        """Run the optimizer step if the accumulation window is full. `optimizer.step()` of a prepared optimizer calls it.
+
+        Args:
+            optimizer: A prepared optimizer, or torch's own object in it.
+            closure: Computes the loss and its gradients again (LBFGS).
+
+        Returns:
+            Whether the step was made: not inside a window, nor if it was skipped because a scaled gradient overflowed,
+            `skip_update` was called, or the window's weight is 0.
+
+        Raises:
+            ConfigurationError: The gradients come from `loss.backward()`, which this configuration cannot use.
+            OptimizerError: It has parameters that the model does not have any more.
+        """
+        micro = self.accumulation.current
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        if not micro.last:
+            self.accumulation.note_verb(self.step, own, closure)
+            return False
+        self.step_pending = False
+        if id(own) not in self._checked:
+            self._check_parameters(own)
+        if self._own:
+            self._begin_own_step(own, closure)
+        if closure is None:
+            self._average([own])
+        elif self.strategy.world.size > 1:
+            closure = partial(self._averaged_closure, own, closure)
+        if self.before_step is not None:
+            self.before_step(own)
+        if self.skip_requested or micro.empty:
+            self.strategy.precision.discard(own)
+            self.strategy.sync_buffers()
+            updated = False
+            self.skip_requested = self.skip_requested and self._own  # a Trainer requests it for each step
+        else:
+            self.updating = True  # stays so if an error leaves the parameters between two steps
+            updated = self.strategy.optimizer_step(own, closure)
+            self.updating = False
+            self.overflows += not updated
+            if self.strategy.precision.autocast_dtype is not None:
+                torch.clear_autocast_cache()  # otherwise a forward in the same step would use copies of the old parameters
+        self._averaged.discard(id(own))
+        self._updated[id(own)] = updated
+        # in your own training loop with several optimizers: whether any was skipped
+        self.optimizer_step_was_skipped = not (all(self._updated.values()) if self._own else updated)
+        self.updates += updated
+        return updated
+
+    def has_updated(self, optimizer: Any) -> bool:
+        """Whether the last step of an optimizer, prepared or torch's own, was made and not skipped."""
+        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        return self._updated.get(id(own), not self.optimizer_step_was_skipped)
+
+    def skip_update(self) -> None:
+        """Skip the optimizer step of the current window, for all optimizers: parameters and optimizer state do not change.
+
+        Call it on all processes or on none.
+        """
+        self.skip_requested = True
+
+    def recheck_parameters(self) -> None:
+        """Let the next step of each optimizer check again that the models have its parameters."""
+        self._checked.clear()
+
+    def _begin_stepping(self) -> None:
+        """Return to the state before the first optimizer step."""
+        self.updates = self.overflows = 0
+        self.updating = self.skip_requested = self.step_pending = self.optimizer_step_was_skipped = False
+        self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was not skipped
+        self._checked: set[int] = set()  # ids of the optimizers whose parameters have been checked
+        self._backwards: int = 0  # number of backward passes
+        self._backwards_at_step: dict[int, int] = {}  # the same at the last step of each optimizer, by its id
+
+    @property
+    def _is_needed(self) -> bool:
+        """Whether an optimizer step needs more than torch's own `loss.backward()` and `optimizer.step()`."""
+        strategy = self.strategy
+        return (
+            self.accumulation.size > 1
+            or strategy.precision.scaler is not None
+            or strategy.accumulates_in_engine
+            or self.averages_in_step
+        )
+
+    def _begin_own_step(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
+        """In your own training loop, the checks before a step."""
+        self.accumulation.note_verb(self.step, own, closure)
+        self._check_backward(own, closure)
+        if self._compares:
+            self._compare("step", [p for group in own.param_groups for p in group["params"]])
+
+    def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
+        """Gradients of `loss.backward()` are not scaled to their share of the window, and ZeRO does not see them."""
+        before = self._backwards_at_step.get(id(own), 0)
+        self._backwards_at_step[id(own)] = self._backwards
+        if closure is not None or before < self._backwards or not self._is_needed:
+            return
+        # without gradients a step changes nothing; under ZeRO they cannot be seen
+        if self.strategy.accumulates_in_engine or any(
+            p.grad is not None for group in own.param_groups for p in group["params"]
+        ):
+            raise ConfigurationError(
+                "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Call "
+                "accelerator.backward(loss) instead of loss.backward(): it scales the loss and passes the gradients to the "
+                "strategy. If a batch has nothing to learn from: accelerator.backward(None)."
+            )
+
+    def _check_parameters(self, own: Optimizer) -> None:
+        """Refuse an optimizer that trains parameters of a layer that has been replaced.
+
+        Raises:
+            OptimizerError: the message has the shape of the first one, and the line to write.
+        """
+        self._checked.add(id(own))
+        foreign = foreign_parameters(own, self.owners)
+        if not foreign:
+            return
+        if self._own:  # your own training loop may also train what no prepared model has, if it does not save that
+            had, count = self._owned.get(id(own), set()), sum(len(group["params"]) for group in own.param_groups)
+            mixed = 0 < len(foreign) < count and any(isinstance(p, nn.Parameter) for p in foreign)
+            if not mixed and not any(id(p) in had for p in foreign):
+                return
+        name, shape = type(own).__name__, shape_of(foreign[0])
+        raise OptimizerError(
+            f"{name} trains {counted(len(foreign), 'parameter')} that the model does not have (the first of shape {shape}): no "
+            "output of the model depends on them, and no checkpoint can hold their state. They belong to a layer that was "
+            "replaced after the optimizer was created, or to another model. Expected an optimizer of the model's parameters. "
+            f"{_FIX[self._own].format(name)} To change a layer later, copy into it: "
+            "model.layer.load_state_dict(new.state_dict())"
+        )
+
+    def _watch_steps(self, given: Optimizer) -> None:
+        """Refuse `step` of an optimizer that was passed to `prepare`, if only `step` of what it returned is right."""
+        if not self._own:
+            return
+        reference = weakref.ref(self)
+
+        def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            accelerator = reference()
+            if accelerator is not None and not accelerator.updating and accelerator._is_needed:
+                raise ConfigurationError(
+                    f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, which ignores "
+                    "gradient accumulation, the loss scale and the strategy. Use what prepare returned: model, optimizer = "
+                    "accelerator.prepare(model, optimizer)"
+                )
+
+        self._watched.callback(given.register_step_pre_hook(refuse).remove)
+
+    def _end_late(self, window: CallWindow) -> None:
+        """The loader has ended inside a window of calls: do what the loop does with a window that is full.
+
+        What the loop calls after a backward pass (clipping, `step` of optimizers and schedulers, `zero_grad`) has had no effect
+        then, and is called again. Where it does not step, the window stays open.
+        """
+        # those of a full window if there are more: it has those under `if sync_gradients:` too
+        verbs = list(window.verbs if len(window.verbs) >= len(window.full) else window.full)
+        if not any(verb == self.step and args[1] is None for verb, args in verbs):  # a closure would compute a loss again
+            return
+        self.accumulation.end_late(window, uneven=self.strategy.reduces_late)
+        self.strategy.end_window()
+        weighing = self._weighing.get(self.accumulation.key)
+        if weighing is not None:
+            weighing.end_late()
+        self._correct_gradients()
+        for verb, args in verbs:
+            verb(*args)
+
+    def _correct_gradients(self) -> None:
+        """At the end of a window, multiply the gradients so that the shares of its micro-batches add up to 1."""
+        state = self.accumulation
+        weighing = self._weighing.get(state.key)
+        factor = 1.0 if state.window is None else state.window.factor
+        if weighing is not None and weighing.weighed:
+            factor = weighing.factor
+        if factor != 1.0:
+            own = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
+            models, others = (self._bare, own) if state.trained is None else (state.trained, [])
+            parameters = {id(p): p for p in [*(p for model in models for p in model.parameters()), *others]}
+            self.strategy.scale_gradients(parameters.values(), factor)
+
+    def _complete(self, parameters: list[Tensor]) -> None:
+        """Average and unscale the gradients of the optimizers that these parameters belong to."""
+        if self.strategy.precision.scaler is None and not (self.accumulation.current.uneven or self.averages_in_step):
+            return
+        wanted = {id(parameter) for parameter in parameters}
+        for own in self.optimizers:
+            if any(id(p) in wanted for group in own.param_groups for p in group["params"]):
+                self.unscale_gradients(own)
+
+    def _average(self, optimizers: Iterable[Optimizer]) -> None:
+        """Average the gradients over the processes if the backward passes have not: once for each optimizer."""
+        micro = self.accumulation.current
+        if not (micro.last and (micro.uneven or self.averages_in_step)):
+            return
+        for own in optimizers:
+            if id(own) not in self._averaged:
+                self._averaged.add(id(own))
+                parameters = [p for group in own.param_groups for p in group["params"]]
+                self.strategy.reduce_gradients(parameters, micro)
+
+    def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Average a closure's loss and gradients over the processes: an optimizer that decides by them decides the same."""
+        loss = closure()
+        self._averaged.discard(id(own))
+        self._average([own])
+        if not isinstance(loss, Tensor):
+            return loss
+        share = self.accumulation.current.share
+        return self.strategy.mean(loss.detach() * share if share else torch.zeros_like(loss))
+
+    # ------------------------------------------------------------------------------------------------------------- processes
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes have called it. There is no timeout: the main process may evaluate or write meanwhile.
+
+        Raises:
+            CollectiveError: Another process made a different call, waits for this one, or has ended; the message names the
+                lines.
+        """
+        self.collective_checks.wait("wait_for_everyone")
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """A context whose body runs on the main process first, then on the others, which find its downloads in the cache.
+
+        Raises:
+            CollectiveError: As in `wait_for_everyone`.
+        """
+        with self._processes.first("main_process_first", self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """A context whose body runs on the first process of each node first, then on the others.
+
+        Raises:
+            CollectiveError: As in `wait_for_everyone`.
+        """
+        with self._processes.first("local_main_process_first", self.is_local_main_process):
+            yield
+
+    def on_main_process(self, function: Function) -> Function:
+        """A decorator: the function runs on the main process only; on the others it returns `None`."""
+        return only_where(lambda: self.is_main_process, function, "on_main_process")
+
+    def on_local_main_process(self, function: Function) -> Function:
+        """A decorator: the function runs on the first process of each node only."""
+        return only_where(lambda: self.is_local_main_process, function, "on_local_main_process")
+
+    def on_last_process(self, function: Function) -> Function:
+        """A decorator: the function runs on the last process only."""
+        return only_where(lambda: self.is_last_process, function, "on_last_process")
+
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int | None = None) -> Any:
+        """A decorator, `@accelerator.on_process(process_index=1)`: the function runs on that process only.
+
+        A single process runs it for any number.
+
+        Raises:
+            ConfigurationError: `process_index` is missing.
+        """
+        if process_index is None:
+            raise ConfigurationError("on_process needs the rank of the process: @accelerator.on_process(process_index=1)")
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return only_where(lambda: self.world.size == 1 or self.process_index == process_index, function, "on_process")
+
+    def on_local_process(self, function: Callable[..., Any] | None = None, local_process_index: int | None = None) -> Any:
+        """A decorator, `@accelerator.on_local_process(local_process_index=1)`: the function runs on that process of each node
+        only.
+
+        Raises:
+            ConfigurationError: `local_process_index` is missing.
+        """
+        if local_process_index is None:
+            raise ConfigurationError(
+                "on_local_process needs the rank of the process on its node: "
+                "@accelerator.on_local_process(local_process_index=1)"
+            )
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+
+        def here() -> bool:
+            return self.world.size == 1 or self.local_process_index == local_process_index
+
+        return only_where(here, function, "on_local_process")
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of each node only; the arguments are those of `print`."""
+        if self.is_local_main_process:
+            echo(*args, **kwargs)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """A context with this process's contiguous part of `inputs`; the sizes of the parts differ by at most 1.
+
+        Args:
+            inputs: A list, tuple, tensor, array, `datasets.Dataset`, or a dict of these with values of one length; the same
+                on all processes.
+            apply_padding: Repeat the last element of `inputs` in parts that are shorter, so that results can be gathered;
+                drop the repeated results then. Tensors are moved to the device.
+
+        Raises:
+            ConfigurationError: `inputs` cannot be split, or the values of a dict differ in length.
+
+        Example:
+            ```python
+            with accelerator.split_between_processes(["A", "B", "C"]) as prompts:
+                ...  # ["A", "B"] on the first of two processes, ["C"] on the second
+            ```
+        """
+        with self._processes.split(inputs, apply_padding) as part:
+            yield part
+
+    def set_trigger(self) -> None:
+        """Set a flag for `check_trigger`: for example, that this process wants to stop."""
+        self._processes.set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last check; the same on all. All processes call it.
+
+        Raises:
+            CollectiveError: As in `wait_for_everyone`.
+        """
+        return self._processes.check_trigger()
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of all processes in the order of the ranks; scalars become a vector.
+
+        Tensors may differ in the first dimension if it is the size of each process's micro-batch: the last one of an epoch
+        may be short. With one process the tensors are returned unchanged.
+
+        Args:
+            tensor: A tensor, or tensors in lists, tuples and dicts; the same containers on all processes.
+
+        Raises:
+            CollectiveError: Containers, shapes or dtypes differ between processes; the message names them.
+            ConfigurationError: An item is not a tensor.
+        """
+        return self._gathering.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Like `gather`, without padding: each sample of an epoch occurs once, in the order of the data.
+
+        Args:
+            input_data: Tensors in containers; or lists of objects that can be pickled, which are concatenated.
+            use_gather_object: Treat tensors as objects too: they may have any shape, and are returned on the CPU.
+
+        Raises:
+            CollectiveError: As in `gather`.
+            ConfigurationError: As in `gather`.
+        """
+        return self._gathering.gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum, mean or maximum of tensors over the processes; the same bits on all, in new tensors.
+
+        Args:
+            tensor: A tensor, or tensors in lists, tuples and dicts; of the same shapes on all processes.
+            reduction: `"sum"`, `"mean"`, `"max"`, or `"none"`, which only scales.
+            scale: A factor for the result.
+
+        Raises:
+            CollectiveError: Shapes or dtypes differ between processes.
+            ConfigurationError: The reduction is unknown.
+        """
+        return self._gathering.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Pad tensors in one dimension to the largest size of all processes, so that they can be gathered.
+
+        Args:
+            tensor: A tensor, or tensors in lists, tuples and dicts. Tensors without dimension `dim` are unchanged.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Pad at the start instead of the end.
+
+        Raises:
+            CollectiveError: Containers or numbers of dimensions differ between processes.
+        """
+        return self._gathering.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    # ----------------------------------------------------------------------------------------------------------------- files
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where the loop writes, and how its checkpoints are named."""
+        return self.options.project
+
+    @property
+    def project(self) -> ProjectConfiguration:
+        """The same as `project_configuration`."""
+        return self.options.project
+
+    @property
+    def project_dir(self) -> str | PathLike[str] | None:
+        """The folder of the project."""
+        return self.options.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | PathLike[str] | None:
+        """The folder of trackers that write files."""
+        return self.options.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint, with automatic checkpoint naming."""
+        return self.options.project.iteration
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run in its checkpoints; kept when a checkpoint is restored completely."""
+        return self._checkpointing.run_id
+
+    @property
+    def registered(self) -> list[Any]:
+        """The objects that were registered for checkpointing."""
+        return self._checkpointing.registered
+
+    def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True) -> None:
+        """Write an object to a file, on the main process; other processes do nothing, and need not call it.
+
+        Tensors by name, such as a state dict, become a plain safetensors file, which `safetensors` and `from_pretrained`
+        open. Anything else becomes JSON, in which tuples, sets, numpy arrays and the like keep their types; if it contains
+        tensors, a safetensors file that contains the JSON. A tensor with several names (tied weights) is stored once, under
+        the first. `trainkit.utils.load(f)` reads all of these. The file is complete or does not exist.
+
+        It can be the `save_function` of `save_pretrained`.
+
+        Args:
+            obj: Numbers, text, tensors, arrays, lists, dicts, …; of other objects their `state_dict()`.
+            f: The file, with any name. Missing folders are created.
+            safe_serialization: Only `True`: a pickle can run code when it is loaded.
+
+        Raises:
+            UnsavableError: A value cannot be stored; the message names the path to it.
+            CheckpointWriteError: The file cannot be written; an existing file is unchanged.
+            ConfigurationError: `safe_serialization=False`; `f` is not a path; or a state dict of a model that ZeRO-3 shards
+                (use `get_state_dict`).
+        """
+        self._saving.save(obj, f, safe_serialization)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state dict of a model, with the user's names, as `save_model` writes it.
+
+        With sharded parameters all processes call it; the main process gets it, on the host, and the others an empty dict.
+        Otherwise each process gets it, and nothing is copied. Use it as
+        `save_pretrained(state_dict=accelerator.get_state_dict(model))`.
+
+        Args:
+            model: The model, prepared or not.
+            unwrap: No effect: names never begin with `module.`.
+        """
+        return self._saving.state_dict(model)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write a model's weights as plain safetensors, which `from_pretrained` opens if it is a `transformers` model.
+
+        Of a model with PEFT adapters, only these are written: a folder for `PeftModel.from_pretrained(base, folder)`. All
+        processes call it, and the main process writes. When it returns, the files are complete.
+
+        Args:
+            model: The model, prepared or not. With a `Trainer`, any module within its module, in `fit` or after it:
+                `trainer.accelerator.save_model(module.model, folder)`.
+            save_directory: The folder to write to.
+            max_shard_size: A larger model is written to several files, with an index. Adapters are always one file.
+            safe_serialization: Only `True`: a pickle can run code when it is loaded.
+
+        Raises:
+            CheckpointWriteError: The folder cannot be written.
+            ConfigurationError: An adapter of a PEFT method whose parameters only PEFT can find; `safe_serialization=False`.
+        """
+        self._saving.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and restore the state of these objects too; they need `state_dict` and `load_state_dict`."""
+        self._checkpointing.register(*objects)
+
+    def save_state(
+        self,
+        output_dir: str | PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        **unknown: Any,
+    ) -> Path:
+        """Save a checkpoint: models, optimizers, schedulers, loss scale, positions of loaders, registered objects.
+
+        An existing checkpoint is replaced when the new one is complete, unless its parameters are finite and the new ones are
+        not: the new one is then `<output_dir>-nonfinite`, and a warning says so. Inside an accumulation window, the position at
+        the start of the window is saved. All processes call it, and each writes its part.
+
+        With `ProjectConfiguration(automatic_checkpoint_naming=True)` the folder is `project_dir/checkpoints/checkpoint_N`,
+        and `output_dir` has no effect, as in Accelerate. Existing checkpoints of an earlier start are then an error, unless
+        this run has resumed from them (`load_state()`). When the new one is complete, the oldest of the run beyond
+        `total_limit` are removed.
+
+        Args:
+            output_dir: The folder that becomes the checkpoint.
+            safe_serialization: Only `True`.
+            blocking: Return when it is complete on disk; `False`: when it is copied, and a thread writes it. The next
+                `save_state`, and `free_memory`, wait for it and raise its error; the end of the program waits too.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: It cannot be written, the folder contains something else, or the last save failed.
+            UnsavableError: A value cannot be stored; the message names the path to it.
+            ConfigurationError: No folder is given, or checkpoints of an earlier start exist.
+        """
+        refuse_unknown("Accelerator.save_state", unknown, ("output_dir", "safe_serialization", "blocking"))
+        refuse_pickle("save_state", safe_serialization)
+        return self._checkpointing.save(self, output_dir, blocking=blocking)
+
+    def load_state(
+        self,
+        input_dir: str | PathLike[str] | None = None,
+        load_kwargs: Any = None,
+        *,
+        restore: Collection[str] | None = None,
+        strict: bool = True,
+        resume_loaders: bool | None = None,
+        **unknown: Any,
+    ) -> None:
+        """Restore what `save_state` wrote, into objects that were prepared the same way.
+
+        As in Accelerate, a prepared loader then starts the epoch of the checkpoint at its first batch, in the same order.
+        The script skips the batches that it has trained on, with `accelerator.skip_first_batches(loader, n)` or by
+        counting; a notice says so if the checkpoint was saved inside an epoch. With `resume_loaders=True` the next
+        iteration continues at the saved position, and does not fetch earlier samples of a map-style dataset. In both cases
+        write the loop as `for epoch in range(loader.epoch, n)`. All processes call it; their number may differ from that of
+        the save.
+
+        Args:
+            input_dir: The folder of the checkpoint; also one that a `Trainer` has written, for the parts that it has.
+                Default, with `ProjectConfiguration(automatic_checkpoint_naming=True)`: the complete one with the highest
+                number; a warning names damaged ones, which are skipped.
+            load_kwargs: Only `None`.
+            restore: Restore only these parts: `"model"`, `"optimizer"`, `"scheduler"`, `"scaler"`, `"loaders"`,
+                `"registered"`.
+                Default: all.
+            strict: A missing or unexpected name in a model is an error.
+            resume_loaders: Continue each prepared loader at its position, for loops that do not skip batches themselves.
+                Default:
+                only with `DataLoaderConfiguration(use_stateful_dataloader=True)`.
+
+        Raises:
+            CheckpointError: It is missing or damaged, or does not fit; the message lists every difference.
+            ConfigurationError: No folder is given.
+            UnsupportedArgumentError: An argument of Accelerate's is not supported; the message says what to use.
+        """
+        given = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
+        refuse_unknown("Accelerator.load_state", given, ("input_dir", "restore", "strict", "resume_loaders"))
+        wanted = check_names(restore, PARTS)
+        loop = self
+        self._checkpointing.load(loop, input_dir, wanted=wanted, strict=strict, resume_loaders=resume_loaders)
+
+    def resume_loaders(self) -> None:
+        """Continue each prepared loader at its position, in the next iteration after `load_state`.
+
+        Raises:
+            ConfigurationError: No positions were loaded, or the loaders have been read since.
+            CheckpointError: A position lies inside a micro-batch of the loader.
+        """
+        self._checkpointing.resume_loaders()
+
+    # -------------------------------------------------------------------------------------------------------------- trackers
+
+    @property
+    def trackers(self) -> list[Any]:
+        """The running trackers: on the main process, between `init_trackers` and `end_training`."""
+        return self._trackers.running
+
+    def init_trackers(self, project_name: str, config: Any = None, init_kwargs: ByTracker | None = None) -> None:
+        """Start a run with each tracker of `log_with`. Only the main process logs; other processes may call it or not.
+
+        Args:
+            project_name: The project or experiment. Trackers that write files use `<logging_dir>/<name>/version_N`.
+            config: Hyper-parameters to log: a dict, an `argparse.Namespace` or a dataclass.
+            init_kwargs: Arguments of the loggers by name, such as `{"wandb": {"tags": ["a"]}}`. Those of trackers that are
+                not in use have no effect.
+        """
+        self._trackers.start(project_name, config, init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: ByTracker | None = None) -> None:
+        """Log the values of a step with all trackers. The main process's values are logged; other processes do nothing.
+
+        Args:
+            values: Name → number, tensor of one element, text, or a dict of these; wandb also takes images and lists. `None` is
+                skipped, and so is any other value that a tracker cannot store, with one notice for each name.
+            step: Number of optimizer steps so far, for example. `None`: one more than the last one logged.
+            log_kwargs: Arguments of the trackers' `log` by name.
+        """
+        self._trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: Any, unwrap: bool = False) -> Any:
+        """Return a tracker by its name; on other processes an object that does nothing.
+
+        Args:
+            name: Its name, such as `"wandb"`.
+            unwrap: Return its `SummaryWriter`, run or the like instead.
+        """
+        return self._trackers.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """End the runs of all trackers, and wait for the uploads of what was saved to URLs. It may be called again.
+
+        An error of one tracker is raised after the others have ended.
+        """
+        try:
+            self._trackers.end()
+        finally:
+            if self.is_main_process:
+                staging.finish()
+
+    # --------------------------------------------------------------------------------------------------------------- release
+
+    def clear(self, *objects: Any) -> Any:
+        """Another name of `free_memory`."""
+        return self.free_memory(*objects)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Release everything that was prepared and end the loaders' workers. An error in one part is raised after the others.
+
+        `model, optimizer, loader = accelerator.free_memory(model, optimizer, loader)`
+
+        Sharded parameters become whole on all ranks, except those from the meta device, so all ranks must call it. If one
+        does not, because it has failed or waits for another, the parameters stay sharded.
+
+        Args:
+            *objects: The variables to clear.
+
+        Returns:
+            `None` for each object.
+
+        Raises:
+            CollectiveError: Parameters are sharded, and another rank is in a different verb, or has exited. It does not
+                replace an error that is being handled, as in a `finally`.
+            ProcessFailedError: The same, and another rank has failed.
+        """
+        parts: list[Callable[[], Any]] = [
+            self._wait_to_free,
+            self._checkpointing.close,
+            self._compiled.undo,
+            *(loader.close for loader in self._loaders),
+            self._forget_prepared,
+            self.strategy.teardown,
+            self.strategy.precision.restore_layers,
+            *(recomputed.restore for recomputed in reversed(self._recomputed)),
+            self._recomputed.clear,
+            self._stop_watching,
+            self._building.close,
+            self._begin_building,
+        ]
+        with ExitStack() as rest:  # calls all of them in this order, even if one fails
+            for part in reversed(parts):
+                rest.callback(part)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return None if len(objects) == 1 else tuple(None for _ in objects)
+
+    def _wait_to_free(self) -> None:
+        """Wait until all ranks release their sharded models: their parameters are gathered, which a failed rank cannot do."""
+        if not (self._own and self._models and self.strategy.shards_parameters):
+            return
+        handled = sys.exc_info()[1]
+        self.strategy.broken = self.world.size > 1  # until all ranks are here
+        try:
+            self.collective_checks.wait("free_memory")
+            self.strategy.broken = False
+        except (CollectiveError, ProcessFailedError):
+            if handled is None:
+                raise
+
+    def _forget_prepared(self) -> None:
+        held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]
+        held.append(self._owned)
+        for each in held:
+            each.clear()
+        self._watched.close()
+        self._weighing.clear()
+        self._begun = False
+        self._begin_stepping()
+        self.accumulation.reset()
+        self._batch_padding = None
+        if self._own:  # a Trainer does this when it begins
+            self.strategy.precision.reset()
+
+
+def _listed(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else list(parameters)
+    other = next((one for one in found if not isinstance(one, Tensor)), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"{verb} takes parameters, but received {with_article(type(other).__name__)}. For example: "
+            f"accelerator.{verb}(model.parameters(), 1.0)"
+        )
+    return found
