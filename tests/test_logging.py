@@ -68,7 +68,7 @@ def test_before_the_processes_are_joined_the_launcher_says_who_speaks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before a Trainer or Accelerator exists, the variables of the launcher determine the main process."""
-    monkeypatch.setattr("trainkit.accelerator.current.latest", lambda: None)
+    monkeypatch.setattr("trainkit.accelerator.processes.latest", lambda: None)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainkit import checkpoint as checkpoint
     from trainkit import errors
     from trainkit.accelerator import Accelerator
-    from trainkit.accelerator.skipping import skip_first_batches
+    from trainkit.accelerator.prepared_loaders import skip_first_batches
     from trainkit.callback import Callback
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
     from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -110,7 +110,7 @@ _PLACES = {
     "notebook_launcher": "trainkit.launch.notebook",
     "seed_everything": "trainkit.rng",
     "set_seed": "trainkit.utils",
-    "skip_first_batches": "trainkit.accelerator.skipping",
+    "skip_first_batches": "trainkit.accelerator.prepared_loaders",
     "write_basic_config": "trainkit.utils",
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainkit.accelerator.wrapped import Wrapped
+from trainkit.accelerator.prepared_models import Wrapped
 from trainkit.console import shortened, warn
 from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainkit import Accelerator, DataLoaderConfiguration, Strategy, set_seed
-from trainkit.accelerator.accumulation import AccumulationState
-from trainkit.accelerator.checkpointing import Checkpointing, Prepared
-from trainkit.accelerator.naming import NumberedCheckpoints
+from trainkit.accelerator.checkpointing import Checkpointing, NumberedCheckpoints
+from trainkit.accelerator.gradients import AccumulationState
+from trainkit.accelerator.prepared_models import PreparedObjects
 from trainkit.checkpoint import open_checkpoint
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.errors import (
@@ -514,11 +514,11 @@ def test_the_part_needs_no_accelerator() -> None:
         torch.nn.init.constant_(model.weight, updates)
         counter.count = updates
         numbered = NumberedCheckpoints(ProjectConfiguration("project", automatic_checkpoint_naming=True), strategy.world)
-        made = Checkpointing(strategy, numbered, Prepared([model], [], [], []))
+        made = Checkpointing(strategy, numbered, PreparedObjects([model]))
         made.register(counter)
         accumulation = AccumulationState(1, lambda micro: None)
         accumulation.restore_counts([(0, updates)])
-        loop = SimpleNamespace(updates=updates, seed=1, accumulation=accumulation, reading=SimpleNamespace())
+        loop = SimpleNamespace(updates=updates, seed=1, accumulation=accumulation, open_loaders=SimpleNamespace())
         return made, model, counter, loop
 
     first, _, _, loop = part(5)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from trainkit import Accelerator
-from trainkit.accelerator.compiled import CompiledModules
+from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.config.compiling import Compilation
 from trainkit.errors import ConfigurationError
 from trainkit.utils import TorchDynamoPlugin, is_compiled_module

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from trainkit import Accelerator, Strategy
-from trainkit.accelerator.facts import no_attribute, plugin_of, state_of
-from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.kwargs_handlers import DistributedType
 from trainkit.strategies import ZeROStrategy
 
@@ -70,10 +68,12 @@ def test_zero_by_a_strategy_has_a_plugin_too() -> None:
     assert state.fsdp_plugin is None
 
 
-def test_without_an_accelerator() -> None:
-    """The functions behind the attributes need only a strategy."""
+def test_two_accelerators_of_one_strategy_have_the_same_state() -> None:
     strategy = Strategy("cpu")
-    assert state_of(strategy, None) == Accelerator(strategy=strategy).state
-    assert plugin_of(strategy, None, DeepSpeedPlugin) is None
-    assert str(no_attribute(Accelerator, "scaler")).startswith("an Accelerator has no 'scaler'. Use ")
-    assert str(no_attribute(str, "uper")).endswith("Did you mean 'upper'?")
+    first, second = Accelerator(strategy=strategy), Accelerator(strategy=strategy)
+    assert first.state == second.state
+    assert first.deepspeed_plugin is None
+    with pytest.raises(AttributeError, match=r"^an Accelerator has no 'scaler'\. Use "):
+        _ = first.scaler
+    with pytest.raises(AttributeError, match=r"Did you mean 'gather'\?$"):
+        _ = first.gathr

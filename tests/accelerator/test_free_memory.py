@@ -31,7 +31,7 @@ def prepared(**arguments: Any) -> tuple[Accelerator, nn.Module, Any, Any]:
     return accelerator, net, *accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("part", ["_checkpointing", "_watched"])
+@pytest.mark.parametrize("part", ["_checkpointing", "_step_checks"])
 def test_an_error_in_one_part_is_raised_after_the_others(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: Any) -> None:
         raise OSError("the disk is full")
@@ -45,7 +45,7 @@ def test_an_error_in_one_part_is_raised_after_the_others(part: str, monkeypatch:
         accelerator.free_memory()
     assert torn_down == [accelerator.strategy]
     assert all("forward" not in vars(block) for block in net)
-    assert not accelerator._recomputed
+    assert not accelerator._models.recomputed
 
 
 def step(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> None:

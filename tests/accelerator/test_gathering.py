@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, Strategy
-from trainkit.accelerator.gathering import Gathering
+from trainkit.accelerator.processes import Gathering
 from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError
 

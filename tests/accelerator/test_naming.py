@@ -18,7 +18,7 @@ from helpers.worlds.worlds import run_world
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.accelerator.naming import NumberedCheckpoints, rotate
+from trainkit.accelerator.checkpointing import NumberedCheckpoints, rotate
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World
@@ -53,11 +53,11 @@ def save(accelerator: Accelerator, *values: float, **options: Any) -> list[str]:
 
 def put(accelerator: Accelerator, value: float) -> None:
     with torch.no_grad():
-        accelerator.unwrap_model(accelerator._models[0]).weight.fill_(value)
+        accelerator.unwrap_model(accelerator._models.wrapped[0]).weight.fill_(value)
 
 
 def value(accelerator: Accelerator) -> float:
-    return float(accelerator.unwrap_model(accelerator._models[0]).weight.detach())
+    return float(accelerator.unwrap_model(accelerator._models.wrapped[0]).weight.detach())
 
 
 def names(folder: Path = FOLDER) -> list[str]:
@@ -94,7 +94,7 @@ def test_the_oldest_go_when_the_new_one_is_complete(monkeypatch: pytest.MonkeyPa
     accelerator = loop(limit=2)
     save(accelerator, 0.0, 1.0)
     seen: list[list[str]] = []
-    monkeypatch.setattr("trainkit.accelerator.naming.remove", lambda path: seen.append([path.name, *names()]))
+    monkeypatch.setattr("trainkit.accelerator.checkpointing.remove", lambda path: seen.append([path.name, *names()]))
     save(accelerator, 2.0)
     assert seen == [["checkpoint_0", "checkpoint_0", "checkpoint_1", "checkpoint_2"]]
     monkeypatch.undo()
@@ -251,7 +251,7 @@ def test_a_removal_that_fails_is_said(caplog: pytest.LogCaptureFixture, monkeypa
         raise CheckpointError(f"{path} could not be removed: made up")
 
     accelerator = loop(limit=1)
-    monkeypatch.setattr("trainkit.accelerator.naming.remove", refuse)
+    monkeypatch.setattr("trainkit.accelerator.checkpointing.remove", refuse)
     save(accelerator, 1.0, 2.0)
     assert "save_state: the new checkpoint is complete, but old ones could not be removed: " in caplog.text
     assert names() == ["checkpoint_0", "checkpoint_1"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainkit import Accelerator, Strategy
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.accelerator.processes import Processes, only_where
+from trainkit.accelerator.processes import only_where, share_of, waits_for_first
 from trainkit.config.kwargs_handlers import DistributedType
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
@@ -298,19 +298,16 @@ def test_several_processes(run_dir: Path) -> None:
 
 
 def test_the_part_needs_no_accelerator() -> None:
-    """`Processes` can be used without an `Accelerator`."""
+    """The order of processes and their shares of work do not need an `Accelerator`."""
     order: list[int] = []
 
     def work(world: World) -> list[Any]:
-        part = Processes(Placed(world), CollectiveChecks.of(world))
-        with part.first("main_process_first", world.is_main):
+        with waits_for_first(CollectiveChecks.of(world), "main_process_first", world.is_main):
             order.append(world.rank)
-        if world.rank == 1:
-            part.set_trigger()
-        with part.split([1, 2, 3], apply_padding=True) as mine:
-            return [part.check_trigger(), part.check_trigger(), mine]
+        mine: list[int] = share_of([1, 2, 3], world, torch.device("cpu"), apply_padding=True)
+        return mine
 
-    assert run_threads(2, work) == [[True, False, [1, 2]], [True, False, [3, 3]]]
+    assert run_threads(2, work) == [[1, 2], [3, 3]]
     assert order == [0, 1]
 
 
@@ -320,6 +317,9 @@ def test_the_verbs_need_no_training() -> None:
     def work(world: World) -> list[Any]:
         verbs = Accelerator(strategy=Placed(world))
         verbs.wait_for_everyone()
+        if world.rank == 1:
+            verbs.set_trigger()
+        assert [verbs.check_trigger(), verbs.check_trigger()] == [True, False]
         return [verbs.process_index, verbs.num_processes, verbs.is_last_process, verbs.state.use_distributed]
 
     assert run_threads(2, work) == [[0, 2, False, True], [1, 2, True, True]]

@@ -114,9 +114,9 @@ def test_a_window_that_is_entered_in_its_middle_counts_in_full() -> None:
     for batch in skip_first_batches(loop.loaders[0], 1):
         loop.step(batch)
     assert loop.found == [1.0, 1.0], "batches 1 to 4, 5 and 6"
-    loop.accelerator.reading.loaded = True  # as after load_state
+    loop.accelerator.open_loaders.loaded = True  # as after load_state
     loop = Steps(numbers(14), gradient_accumulation_steps=4)
-    loop.accelerator.reading.loaded = True
+    loop.accelerator.open_loaders.loaded = True
     for place, batch in enumerate(loop.loaders[0]):
         if place >= 3:
             loop.step(batch)
@@ -212,7 +212,7 @@ def ends_of_epochs(even: bool, accumulate: int) -> list[tuple[int, list[float], 
         for _ in loader:
             with accelerator.accumulate(model):
                 shares.append(accelerator.accumulation.current.share)
-            padding = accelerator.reading.padding
+            padding = accelerator.open_loaders.padding
         found.append((len(shares), shares, padding))
     return found
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from trainkit import Accelerator, Strategy
-from trainkit.accelerator.saving import Saving
+from trainkit.accelerator.checkpointing import Saving
 from trainkit.errors import CollectiveError, ConfigurationError, UnsavableError
 from trainkit.strategies import ZeROStrategy
 from trainkit.utils import load, load_checkpoint_in_model

@@ -93,7 +93,7 @@ def by_own_loop(shape: Shape, workers: int, resumed: bool, killed: bool) -> None
         model.train()
         last = killed and epoch == shape.epochs - 1
         for number, batch in enumerate(train):
-            if not accelerator.reading.padding:
+            if not accelerator.open_loaders.padding:
                 record("train", epoch, batch)
             if last and number == SAVED_AFTER:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -104,7 +104,7 @@ def by_own_loop(shape: Shape, workers: int, resumed: bool, killed: bool) -> None
                 tell_rank(SAVED)
         model.eval()
         for batch in validation:
-            if not accelerator.reading.padding:
+            if not accelerator.open_loaders.padding:
                 record("validation", epoch, batch)
     accelerator.end_training()
 

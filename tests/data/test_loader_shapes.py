@@ -281,7 +281,7 @@ def by_own_loop(shape: str) -> Found:
         for _ in range(EPOCHS):
             model.train()
             for batch in loader:
-                if not accelerator.reading.padding:
+                if not accelerator.open_loaders.padding:
                     module.record("train", batch)
                 accelerator.backward(model(batch[0] if isinstance(batch, list) else batch).mean())
                 optimizer.step()
@@ -406,7 +406,7 @@ def resumed_own_loop(shape: str, steps: int) -> list[list[int]]:
             accelerator.load_state(f"loop {shape}", resume_loaders=True)
         for _ in range(EPOCHS if resumed else 1):
             for batch in loader:
-                if not accelerator.reading.padding:
+                if not accelerator.open_loaders.padding:
                     module.record("train", batch)
                 accelerator.backward(model(batch[0] if isinstance(batch, list) else batch).mean())
                 optimizer.step()

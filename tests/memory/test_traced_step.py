@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainkit import Callback, DataModule, TrainModule
-from trainkit.accelerator.compiled import CompiledModules
+from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.config.compiling import Compilation
 from trainkit.memory.report import MemoryPlan
 from trainkit.memory.traced_step import StepTraceError, activation_profile, step_flops

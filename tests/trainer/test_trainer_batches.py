@@ -222,7 +222,7 @@ def test_reloading_keeps_no_loader_of_before() -> None:
 
     class Looking(Callback):
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            kept.append(len(trainer.accelerator._loaders))
+            kept.append(len(trainer.accelerator.loaders))
 
     make_trainer(Looking(), max_epochs=5, reload_dataloaders_every_n_epochs=1).fit(Growing())
     assert kept == [2] * 5

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from trainkit import Accelerator
-from trainkit.accelerator import current
+from trainkit.accelerator import processes
 from trainkit.errors import CollectiveError, ConfigurationError, UnsupportedArgumentError
 from trainkit.logging import get_logger
 from trainkit.utils import (
@@ -149,8 +149,8 @@ def test_on_two_processes(tmp_path: Path) -> None:
 
 
 def forget_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(current, "_of_process", WeakValueDictionary())
-    monkeypatch.setattr(current, "_of_thread", current._OfThread())
+    monkeypatch.setattr(processes, "_of_process", WeakValueDictionary())
+    monkeypatch.setattr(processes, "_of_thread", processes._OfThread())
 
 
 def test_a_process_that_is_alone_needs_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,22 +172,22 @@ def test_of_several_accelerators_the_one_that_is_worked_with(monkeypatch: pytest
     """With several accelerators, the functions use the one that was used last."""
     forget_all(monkeypatch)
     first, second = Accelerator(cpu=True), Accelerator(cpu=True)
-    assert current.latest() is second
+    assert processes.latest() is second
     first.prepare(nn.Linear(1, 1))
     assert Accelerator(cpu=True).process_index == 0  # created only to read an attribute
-    assert current.gathering("gather") is first._gathering
+    assert processes.gathering("gather") is first._gathering
     second.prepare([1, 2])
-    assert current.latest() is second
+    assert processes.latest() is second
     second.free_memory()
-    assert current.latest() is first
+    assert processes.latest() is first
     seen: list[Any] = []
-    thread = threading.Thread(target=lambda: seen.append(current.latest()))
+    thread = threading.Thread(target=lambda: seen.append(processes.latest()))
     thread.start()
     thread.join()
     assert seen.pop() is first
     del first, second
     gc.collect()
-    assert current.latest() is None, "none is kept from being forgotten"
+    assert processes.latest() is None, "none is kept from being forgotten"
 
 
 @pytest.mark.parametrize("non_blocking", [False, True])

@@ -29,7 +29,7 @@ def test_set_seed_takes_what_accelerates_does() -> None:
 
 
 def test_set_seed_goes_by_the_launcher_before_the_processes_have_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.accelerator.current.read_ranks", lambda env: SimpleNamespace(rank=3, size=4))
-    monkeypatch.setattr("trainkit.accelerator.current.latest", lambda: None)
+    monkeypatch.setattr("trainkit.accelerator.processes.read_ranks", lambda env: SimpleNamespace(rank=3, size=4))
+    monkeypatch.setattr("trainkit.accelerator.processes.latest", lambda: None)
     set_seed(LAST, device_specific=True)
     assert (resolve_seed(None), torch.initial_seed()) == (LAST, 2), "taken modulo 2 to the 64"

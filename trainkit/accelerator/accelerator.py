@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from enum import Enum
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,22 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.accelerator.accumulation import AccumulationState, CallWindow
-from trainkit.accelerator.checkpointing import PARTS, Checkpointing, Prepared
+from trainkit.accelerator.checkpointing import PARTS, Checkpointing, NumberedCheckpoints, Saving, refuse_pickle
 from trainkit.accelerator.collective_checks import CollectiveChecks, described
-from trainkit.accelerator.compiled import CompiledModules
-from trainkit.accelerator.current import remember
-from trainkit.accelerator.facts import AcceleratorState, no_attribute, plugin_of, refuse_precision, state_of
-from trainkit.accelerator.gathering import Gathering
-from trainkit.accelerator.in_precision import InPrecision, without_wrappers
-from trainkit.accelerator.naming import NumberedCheckpoints
-from trainkit.accelerator.options import Options, check_steps, mixed_name, resolve
-from trainkit.accelerator.processes import Processes, only_where
-from trainkit.accelerator.reading import Reading, prepared_as_loader
-from trainkit.accelerator.saving import Saving, refuse_pickle
-from trainkit.accelerator.skipping import SkippedLoader, skip_first_batches
+from trainkit.accelerator.gradients import AccumulationState, CallWindow, Gradients, StepChecks, parameters_of
+from trainkit.accelerator.options import Options, check_steps, resolve
+from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
+from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
+from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, share_of, waits_for_first
 from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
-from trainkit.accelerator.weighing import Weighing
 from trainkit.checkpoint.staging import staging
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -44,26 +36,21 @@ from trainkit.config.kwargs_handlers import (
     distributed_type,
 )
 from trainkit.console import counted, echo, notice, warn, with_article
-from trainkit.data.assembling import BatchPadding
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.sources import batch_size_of
-from trainkit.data.splitting import split_batches
 from trainkit.distributed.world import World
 from trainkit.errors import (
     CollectiveError,
     ConfigurationError,
-    OptimizerError,
     ProcessFailedError,
     UnsupportedArgumentError,
+    nearest,
 )
-from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
-from trainkit.optim.parameter_names import foreign_parameters, shape_of
 from trainkit.optim.prepared_optimizer import PreparedOptimizer
 from trainkit.optim.prepared_scheduler import PreparedScheduler
-from trainkit.rng import Stage, resolve_seed
+from trainkit.precision import MIXED, OVER_MASTERS
 from trainkit.state.parts import check_names
 from trainkit.strategy import Strategy
-from trainkit.unsupported import refuse_unknown
+from trainkit.unsupported import advice, refuse_unknown
 
 __all__ = ["Accelerator"]
 
@@ -71,13 +58,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _NULL = nullcontext()
 
-_FIX = {
-    False: "Replace layers in __init__ or configure_model, or return a new optimizer from configure_optimizers: "
-    "torch.optim.{}(self.parameters()).",
-    True: "Replace layers first: optimizer = torch.optim.{0}(model.parameters()); model, optimizer = "
-    "accelerator.prepare(model, optimizer). Prepare the other model too, if it is one: accelerator.prepare(model, other, "
-    "optimizer).",
-}
+
+class LoopPhase(Enum):
+    """How far your own training loop has come; a `Trainer` makes the checks of these phases itself, and is always `RUNNING`."""
+
+    CREATED = "nothing is prepared"
+    PREPARED = "objects are prepared, and this process ends if another one fails"
+    RUNNING = "the first verb of the loop has checked what was prepared"
 
 
 class Accelerator:
@@ -120,6 +107,13 @@ class Accelerator:
         activation_checkpointing: Recompute activations of the models passed to `prepare` in their backward pass, to save
             memory. The values are those of `Trainer`, such as `True` and `"selective"`; each model needs such modules.
 
+    Attributes:
+        strategy: The strategy of the run.
+        options: The arguments, completed by the configuration.
+        updates: Number of optimizer steps so far.
+        overflows: Number of steps that were skipped because a scaled gradient overflowed.
+        optimizer_step_was_skipped: Whether the last step of any optimizer was skipped, though the window was full.
+
     Raises:
         ConfigurationError: An argument is wrong or contradicts another.
         UnsupportedArgumentError: An argument is not supported; the message says what to use.
@@ -143,8 +137,6 @@ class Accelerator:
     window, also if the last micro-batch or the last window is short. Inside `accumulate`, `step` acts only when the window
     is full, and `zero_grad` then or at the start of a window.
     """
-
-    # ---------------------------------------------------------------------------------------------------------------- set up
 
     def __init__(
         self,
@@ -176,13 +168,9 @@ class Accelerator:
         activation_checkpointing: Any = None,
         **unknown: Any,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
-        options = resolve(given, unknown)
-        self._begin(options)
-        self._own = self.accumulation.own_loop = True
-        self._compares = options.debug
-        self._watchdog = self.world.watchdog if options.watched else None
-        self.collective_checks.debug = options.debug
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "unknown")}
+        self._set_up(resolve(arguments, unknown), own_loop=True)
+        self.collective_checks.debug = self.options.debug
         self._begin_building()
         remember(self)
 
@@ -190,58 +178,48 @@ class Accelerator:
     def of_trainer(cls, strategy: Strategy) -> Accelerator:
         """Return the accelerator of a `Trainer`, for a strategy that has joined its processes."""
         self = cls.__new__(cls)
-        self._begin(Options(strategy, even_batches=False))
+        self._set_up(Options(strategy, even_batches=False), own_loop=False)
         return self
 
-    def _begin(self, options: Options) -> None:
-        self.options, self.strategy = options, options.strategy
-        self._own = self._compares = self._watches = self._begun = False
-        self._begin_stepping()
-        self._watchdog = None
-        self._even = options.even_batches
-        self._trackers = Trackers(list(options.log_with), options.project, self.strategy)
-        self.accumulation: AccumulationState = AccumulationState(options.steps, self.strategy.begin_micro_batch)
-        self.strategy.begin_micro_batch(self.accumulation.current)
-        self._batch_padding: BatchPadding | None = None  # of the first loader
-        self._seed: int | None = None
-        self.averages_in_step = self.strategy.averages_in_step and self.world.size > 1
-        self.before_step: Callable[[Optimizer], None] | None = None
-        self._averaged: set[int] = set()  # ids of optimizers whose gradients are averaged already
-        self._compiled = CompiledModules()
-        self._models: list[nn.Module] = []
-        self._bare: list[nn.Module] = []  # the user's own, without wrappers
-        self.owners: Sequence[nn.Module] = self._bare
-        self._owned: dict[int, set[int]] = {}  # by the id of an optimizer, those of its parameters in prepared models
-        self._recomputed: list[CheckpointedModules] = []
-        self._given: dict[int, nn.Module] = {}  # the models that prepare has returned, by id
-        self._optimizers: list[PreparedOptimizer] = []
-        self._schedulers: list[PreparedScheduler] = []
-        self._loaders: list[PreparedLoader] = []
-        self.reading = Reading(self.accumulation, self._bare, self.strategy.data_world.devices)
-        self.collective_checks: CollectiveChecks = CollectiveChecks.of(self.strategy.world)
-        self._processes = Processes(self.strategy, self.collective_checks)
-        self._gathering = Gathering(self.strategy, self.collective_checks, self.reading)
-        prepared = Prepared(self._bare, self._optimizers, self._schedulers, self._loaders)
-        self._saving = Saving(self.strategy, self._bare)
-        self._numbered = NumberedCheckpoints(options.project, self.strategy.world)
-        self._checkpointing = Checkpointing(self.strategy, self._numbered, prepared, options.resume_loaders)
-        self.reading.end_late, self.reading.begin_epoch = self._end_late, self.recheck_parameters
-        self._weighing: dict[tuple[int, ...], Weighing] = {}  # by the ids of the models of `accumulate`
+    def _set_up(self, options: Options, own_loop: bool) -> None:
+        strategy = options.strategy
+        self.options: Options = options
+        self.strategy = strategy
+        self.collective_checks: CollectiveChecks = CollectiveChecks.of(strategy.world)
+        self.accumulation: AccumulationState = AccumulationState(options.steps, strategy.begin_micro_batch, own_loop)
+        strategy.begin_micro_batch(self.accumulation.current)
+        self._phase: LoopPhase = LoopPhase.CREATED if own_loop else LoopPhase.RUNNING
+        self._watchdog = strategy.world.watchdog if own_loop and options.watched else None
+        self._prepared = PreparedObjects()
+        self._models = PreparedModels(options, self._prepared.models)
+        self._loaders = PreparedLoaders(options, self.accumulation, self._prepared.loaders)
+        self._gradients = Gradients(strategy, self.accumulation, self.collective_checks, self._prepared)
+        self._step_checks = StepChecks(strategy, self.accumulation, self._gradients, self._prepared.models)
+        self.open_loaders = OpenLoaders(
+            self.accumulation,
+            self._prepared.models,
+            strategy.data_world.devices,
+            end_late=self._end_late,
+            begin_epoch=self._step_checks.checked.clear,
+        )
+        self._gathering = Gathering(strategy, self.collective_checks, self.open_loaders)
+        self._triggered = False
+        self._numbered = NumberedCheckpoints(options.project, strategy.world)
+        self._checkpointing = Checkpointing(strategy, self._numbered, self._prepared, options.resume_loaders)
+        self._saving = Saving(strategy, self._prepared.models)
+        self._trackers = Trackers(list(options.log_with), options.project, strategy)
         self._traces: list[str] = []  # the files of `profile`, without their endings
-        self._watched = ExitStack()  # the hooks of optimizers that were passed to prepare
         self._building = ExitStack()  # the context in which models of transformers are created
-
-    def _begin_building(self) -> None:
-        """Shard models of `transformers` while they are created, if the user has asked for that."""
-        plugin = self.options.plugin
-        if plugin is not None and plugin.divides_at_once:
-            self._building.enter_context(self.strategy.building(pretrained=True))
-            weakref.finalize(self, self._building.close)
+        self.before_step: Callable[[Optimizer], None] | None = None
+        self._forget_steps()
 
     def __getattr__(self, name: str) -> Any:
-        raise no_attribute(type(self), name)
+        fix = advice("accelerator", name)
+        text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
+        # With obj=self Python would add another "Did you mean".
+        raise AttributeError(f"an Accelerator has no {name!r}.{text}", name=name, obj=None)
 
-    # ----------------------------------------------------------------------------------------------------------------- facts
+    # ---------------------------------------------------------------------------------------------------------------- the run
 
     @property
     def world(self) -> World:
@@ -296,17 +274,28 @@ class Accelerator:
     @property
     def state(self) -> AcceleratorState:
         """The device, the processes and the precision in one object, as in Accelerate."""
-        return state_of(self.strategy, self.options.plugin)
+        return AcceleratorState(
+            self.distributed_type,
+            self.num_processes,
+            self.process_index,
+            self.local_process_index,
+            self.device,
+            self.mixed_precision,
+            self.deepspeed_plugin,
+            self.fsdp_plugin,
+        )
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The options of ZeRO; `None` without ZeRO."""
-        return plugin_of(self.strategy, self.options.plugin, DeepSpeedPlugin)
+        plugin = self.options.plugin or self.strategy.plugin
+        return plugin if isinstance(plugin, DeepSpeedPlugin) else None
 
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The options of FSDP; `None` without FSDP."""
-        return plugin_of(self.strategy, self.options.plugin, FullyShardedDataParallelPlugin)
+        plugin = self.options.plugin or self.strategy.plugin
+        return plugin if isinstance(plugin, FullyShardedDataParallelPlugin) else None
 
     @property
     def is_fsdp2(self) -> bool:
@@ -316,7 +305,8 @@ class Accelerator:
     @property
     def mixed_precision(self) -> str:
         """`"no"`, `"fp16"` or `"bf16"`; see `strategy.precision` for the precise name."""
-        return mixed_name(self.strategy.precision)
+        name = self.strategy.precision.name
+        return next((key for table in (MIXED, OVER_MASTERS) for key in table if table[key] == name), "no")
 
     @property
     def native_amp(self) -> bool:
@@ -325,7 +315,12 @@ class Accelerator:
 
     @native_amp.setter
     def native_amp(self, native: bool) -> None:
-        refuse_precision(self.strategy, native)
+        precision = self.strategy.precision
+        if bool(native) is not (precision.autocast_dtype is not None):
+            notice(
+                f"accelerator.native_amp = {native} has no effect: the precision is {precision.name}. To choose "
+                f"another: Accelerator(mixed_precision={'bf16' if native else 'no'!r})"
+            )
 
     @property
     def seed(self) -> int:
@@ -333,13 +328,11 @@ class Accelerator:
 
         The first read is a collective: all processes use the main process's seed.
         """
-        if self._seed is None:
-            self._seed = int(self.strategy.world.from_main(resolve_seed(None)))
-        return self._seed
+        return self._loaders.seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
-        self._seed = seed
+        self._loaders.seed = seed
 
     @property
     def split_batches(self) -> bool:
@@ -349,11 +342,11 @@ class Accelerator:
     @property
     def even_batches(self) -> bool:
         """Whether all processes get the same number of batches; it applies to loaders that are prepared later."""
-        return self._even
+        return self.options.even_batches
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        self._even = even
+        self.options.even_batches = even
 
     @property
     def steps_of_scheduler(self) -> int:
@@ -370,7 +363,7 @@ class Accelerator:
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         self.accumulation.size = check_steps(steps)
-        for loader in self._loaders:
+        for loader in self._prepared.loaders:
             if loader.window is not None:
                 loader.window = steps
 
@@ -387,19 +380,19 @@ class Accelerator:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The prepared optimizers, as torch's objects."""
-        return [prepared.optimizer for prepared in self._optimizers]
+        return self._prepared.torch_optimizers
 
     @property
     def schedulers(self) -> list[Any]:
         """The prepared schedulers, as the user's objects."""
-        return [prepared.scheduler for prepared in self._schedulers]
+        return [prepared.scheduler for prepared in self._prepared.schedulers]
 
     @property
     def loaders(self) -> list[PreparedLoader]:
         """The prepared loaders."""
-        return list(self._loaders)
+        return list(self._prepared.loaders)
 
-    # --------------------------------------------------------------------------------------------------------------- prepare
+    # ---------------------------------------------------------------------------------------------------------------- prepare
 
     def prepare(
         self,
@@ -424,7 +417,7 @@ class Accelerator:
         Raises:
             ConfigurationError: An object is none of these, or is already prepared.
         """
-        return self._prepared(objects, device_placement, batch_weight)
+        return self._prepare(objects, device_placement, batch_weight)
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Prepare a model, as `prepare` does.
@@ -483,27 +476,11 @@ class Accelerator:
             window: Its batches form accumulation windows (a training loader).
             **options: Options such as `stage`, `index`, `limit` and `weigh`.
         """
-        batch_padding, strategy = None, self.strategy
-        if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
-            batch_padding = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
-            self._batch_padding = batch_padding
-        prepared = PreparedLoader(
-            loader,
-            device=strategy.device,
-            generators=strategy.generators(),
-            window=self.accumulation.size if window else None,
-            world=strategy.data_world,
-            ahead=strategy.ahead,
-            filled=batch_padding,
-            **{"seed": self.seed, "stage": Stage.TRAIN, **options},
-        )
-        self._loaders.append(prepared)
-        return prepared
+        return self._loaders.prepare(loader, window=window, **options)
 
     def release_loader(self, loader: PreparedLoader) -> None:
         """Release a loader that is not read any more, and end its workers."""
-        loader.close()
-        self._loaders[:] = [other for other in self._loaders if other is not loader]
+        self._loaders.release(loader)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader that skips its first `num_batches` batches, see `trainkit.skip_first_batches`."""
@@ -519,7 +496,7 @@ class Accelerator:
                 begin with `_orig_mod.`, so the default differs from Accelerate's. A compilation of what `prepare` returned
                 is removed.
         """
-        return without_wrappers(model, self.strategy, keep_torch_compile)
+        return user_model(model, self.strategy, keep_torch_compile)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
@@ -533,26 +510,16 @@ class Accelerator:
             ConfigurationError: A model was not prepared.
         """
         for model in joinables:
-            self._check_prepared("join_uneven_inputs", model)
-        if even_batches is None:
+            self._models.check("join_uneven_inputs", model)
+        with nullcontext() if even_batches is None else self._loaders.padded(even_batches):
             yield
-            return
-        loaders, repeats = self.loaders, even_batches or self.strategy.shards_parameters
-        before = [loader.pads for loader in loaders]
-        for loader in loaders:
-            loader.pads = repeats
-        try:
-            yield
-        finally:
-            for loader, value in zip(loaders, before, strict=True):
-                loader.pads = value
 
     def _prepared_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
         if not isinstance(item, kind):
             raise ConfigurationError(f"expected {with_article(kind.__name__)}, received {with_article(type(item).__name__)}.")
-        return self._prepared([item], None if placed is None else [placed], evaluation=evaluation)
+        return self._prepare([item], None if placed is None else [placed], evaluation=evaluation)
 
-    def _prepared(
+    def _prepare(
         self,
         objects: Sequence[Any],
         device_placement: Sequence[bool] | None,
@@ -561,18 +528,25 @@ class Accelerator:
     ) -> Any:
         placed = self._placements(objects, device_placement)
         self._check_objects(objects, placed)
-        loaders = {place: self._loader_to_read(item) for place, item in enumerate(objects) if prepared_as_loader(item, place)}
-        if batch_weight is not None and not loaders:
+        sources = {place: self._loaders.source(item) for place, item in enumerate(objects) if is_loader(item, place)}
+        if batch_weight is not None and not sources:
             raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
         self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
         prepared: dict[int, Any] = {}
         # models first: an optimizer is prepared for a model that is on its device
-        prepared |= {place: self._prepare_model(o, evaluation) for place, o in enumerate(objects) if isinstance(o, nn.Module)}
+        for place, item in enumerate(objects):
+            if isinstance(item, nn.Module):
+                prepared[place] = self._models.prepare(item, evaluation)
+        if prepared:
+            for loader in self._prepared.loaders:
+                loader.generators = self.strategy.generators()  # of all devices of the models
         prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
-        self._note_owned()
-        for place, found in loaders.items():
-            prepared[place] = self._prepare_own_loader(objects[place], *found, placed[place], batch_weight)
+        self._step_checks.note_prepared(self.optimizers)
+        for place, source in sources.items():
+            prepared[place] = self._loaders.prepare_source(
+                objects[place], source, placed[place], weigh=batch_weight, reader=self.open_loaders
+            )
             batch_weight = None
         for place, item in enumerate(objects):
             if place not in prepared:
@@ -589,11 +563,7 @@ class Accelerator:
         return [self.options.device_placement if value is None else bool(value) for value in given]
 
     def _check_objects(self, objects: Sequence[Any], placed: Sequence[bool]) -> None:
-        """Refuse objects that have been prepared, or a model on another device that is not moved.
-
-        Raises:
-            ConfigurationError: One of them.
-        """
+        """Refuse objects that have been prepared, or a model on another device that is not moved."""
         for place, item in enumerate(objects):
             if self._is_prepared(item) or any(item is other for other in objects[:place]):
                 raise ConfigurationError(
@@ -602,108 +572,51 @@ class Accelerator:
                 )
         for item, moved in zip(objects, placed, strict=True):
             if isinstance(item, nn.Module) and not moved:
-                self._check_place(item)
+                self._models.check_device(item)
 
     def _is_prepared(self, item: Any) -> bool:
-        ours = isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | InPrecision)
-        known = (*self._models, *self._bare, *self.optimizers)
-        sources = [loader.given_source for loader in self._loaders] + self.schedulers
-        return ours or any(item is one for one in (*known, *sources))
-
-    def _check_prepared(self, verb: str, model: Any) -> None:
-        if not isinstance(model, nn.Module) or all(self.unwrap_model(model) is not one for one in self._bare):
-            raise ConfigurationError(
-                f"{verb}: {type(model).__name__} has not been prepared. Pass what prepare returned: model = "
-                "accelerator.prepare(model)"
-            )
-
-    def _check_place(self, model: nn.Module) -> None:
-        elsewhere = {p.device for p in model.parameters()} - {self.strategy.device}
-        if elsewhere and not self.strategy.placement(model):
-            raise ConfigurationError(
-                f"device_placement=False, but the model has parameters on {elsewhere.pop()}, and the device of this process is "
-                f"{self.strategy.device}. Move the model: model.to(accelerator.device); or remove device_placement."
-            )
-
-    def _prepare_model(self, model: nn.Module, evaluation: bool = False) -> nn.Module:
-        recomputed = self.options.activation_checkpointing
-        if recomputed is not None and not evaluation:  # before the model is compiled, wrapped or sharded
-            self._recomputed.append(checkpoint_activations(self.unwrap_model(model), recomputed))
-        if self.options.compile is not None:
-            self._compiled.add(model, self.options.compile, self.strategy)
-        wrapped = self.strategy.prepare_module(model)
-        for loader in self._loaders:
-            loader.generators = self.strategy.generators()  # of all devices of the model
-        wrapped = wrapped if evaluation else self.strategy.wrap(wrapped)
-        self._models.append(wrapped)
-        self._bare.append(self.unwrap_model(wrapped))
-        precision, handler = self.strategy.precision, self.options.autocast
-        given = wrapped if precision.plain else InPrecision(wrapped, precision, **({} if handler is None else vars(handler)))
-        self._given[id(given)] = given
-        return given
+        if isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | PrecisionWrapper):
+            return True
+        originals = [*self._models.originals, *self.optimizers, *self.schedulers]
+        sources = [loader.given_source for loader in self._prepared.loaders]
+        return any(item is one for one in (*self._models.wrapped, *originals, *sources))
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        ours = self.strategy.prepare_optimizer(optimizer, self._models[-1] if self._models else None)
-        prepared = PreparedOptimizer(ours, self)
-        self._optimizers.append(prepared)
-        self._watch_steps(optimizer)
-        self.strategy.precision.several_optimizers = len(self._optimizers) > 1
+        models = self._models.wrapped
+        prepared = PreparedOptimizer(self.strategy.prepare_optimizer(optimizer, models[-1] if models else None), self)
+        self._prepared.optimizers.append(prepared)
+        if self.accumulation.own_loop:
+            self._step_checks.watch(optimizer, self)
+        self.strategy.precision.several_optimizers = len(self._prepared.optimizers) > 1
         return prepared
 
     def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         prepared = PreparedScheduler(scheduler, self)
-        self._schedulers.append(prepared)
+        self._prepared.schedulers.append(prepared)
         return prepared
 
-    def _note_owned(self) -> None:
-        """Remember which parameters of the optimizers the models have: one that is missing later has been replaced."""
-        known = {id(p) for model in self._bare for p in model.parameters()}
-        for own in self.optimizers:
-            self._owned[id(own)] = {id(p) for group in own.param_groups for p in group["params"] if id(p) in known}
-
-    def _loader_to_read(self, loader: Any) -> tuple[Any, int | None, int]:
-        """The loader to read, the number of its micro-batches to use, and the number of batches of its next epoch to skip."""
-        skipped = 0
-        if isinstance(loader, SkippedLoader):
-            loader, skipped = loader.loader, loader.skipped
-        end = None
-        if self.options.split_batches:
-            loader, end = split_batches(loader, self.strategy.world_size)
-        if not self._loaders:  # the first one is what is trained on
-            self.strategy.check_batches(batch_size_of(loader), self.accumulation.size)
-        return loader, end, skipped
-
-    def _prepare_own_loader(
-        self, given: Any, loader: Any, end: int | None, skipped: int, placed: bool, weigh: Callable[[Any], float] | None
-    ) -> PreparedLoader:
-        more: dict[str, Any] = {} if placed else {"transfer": lambda batch, m: batch}
-        # loaders that are read at the same time must not have the same order and the same augmentation
-        prepared = self.prepare_loader(
-            loader,
-            window=True,
-            index=len(self._loaders),
-            weigh=weigh,
-            pads=self._even or self.strategy.shards_parameters,
-            reader=self.reading,
-            **more,
-        )
-        prepared.micro_limit, prepared.given_source = end, given
-        if skipped:
-            prepared.start_at(skipped)
-        return prepared
+    def _begin_building(self) -> None:
+        """Shard models of `transformers` while they are created, if the user has asked for that."""
+        plugin = self.options.plugin
+        if plugin is not None and plugin.divides_at_once:
+            self._building.enter_context(self.strategy.building(pretrained=True))
+            weakref.finalize(self, self._building.close)
 
     def _begin_watching(self) -> None:
         """From now on, this process ends if another one fails."""
-        if self._watchdog is not None and not self._watches:
-            self._watchdog.entered()
-            self._watches = True
+        if self._phase is LoopPhase.CREATED:
+            if self._watchdog is not None:
+                self._watchdog.entered()
+            self._phase = LoopPhase.PREPARED
 
     def _stop_watching(self) -> None:
-        if self._watchdog is not None and self._watches:
+        if not self.accumulation.own_loop:
+            return
+        if self._phase is not LoopPhase.CREATED and self._watchdog is not None:
             self._watchdog.left()
-            self._watches = False
+        self._phase = LoopPhase.CREATED
 
-    # ------------------------------------------------------------------------------------------------------- one micro-batch
+    # ---------------------------------------------------------------------------------------------------------- a micro-batch
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """A context for the work on one micro-batch: forward, backward, optimizer step.
@@ -719,10 +632,10 @@ class Accelerator:
             ConfigurationError: A model was not prepared.
         """
         for model in models:
-            if id(model) not in self._given and self._own:
-                self._check_prepared("accumulate", model)
-        self.reading.working()
-        self.accumulation.call(models, self.reading.place(), self.reading.left)
+            if id(model) not in self._models.returned and self.accumulation.own_loop:
+                self._models.check("accumulate", model)
+        self.open_loaders.working()
+        self.accumulation.call(models, self.open_loaders.place(), self.open_loaders.left)
         self.accumulation.start_body()
         return _NULL
 
@@ -741,27 +654,28 @@ class Accelerator:
         Raises:
             ConfigurationError: Nothing was prepared; or a weight is not a number, or is given in a part of a window only.
         """
-        if self._averaged:
-            self._averaged.clear()  # of gradients that were not used
-        if self._own:
-            self._begin_own_backward(loss)
-        micro = self.accumulation.current
+        state, gradients = self.accumulation, self._gradients
+        if gradients.averaged:
+            gradients.averaged.clear()  # of gradients that were not used
+        if state.own_loop:
+            self._begin_backward(loss)
+        micro = state.current
         share = micro.share
-        if self._own and (weight is not None or self._weighing):
-            share = self._weighed(weight)
-        if not self.strategy.reduces_late and self.accumulation.unsure:
+        if state.own_loop and (weight is not None or gradients.weights):
+            share = gradients.share(weight)
+        if not self.strategy.reduces_late and state.unsure:
             micro = micro._replace(last=True)  # the gradients are complete if the window turns out to have ended here
         if loss is None or share == 0.0:
             self.strategy.skip_backward(loss, micro)
         else:
-            if self._batch_padding is not None:
-                self._batch_padding.note_backward()
+            if self._loaders.padding is not None:
+                self._loaders.padding.note_backward()
             if share != 1.0:
                 loss = loss * share
             self.strategy.backward(loss, micro, **kwargs)
-        self.step_pending = self.accumulation.current.last
-        if self._own and self.step_pending:
-            self._correct_gradients()
+        self.step_pending = state.current.last
+        if state.own_loop and self.step_pending:
+            gradients.correct()
 
     @contextmanager
     def no_sync(self, model: nn.Module | None = None) -> Iterator[None]:
@@ -774,7 +688,7 @@ class Accelerator:
             model: The model, as `prepare` returned it.
         """
         if model is not None:
-            self._check_prepared("no_sync", model)
+            self._models.check("no_sync", model)
         with self.accumulation.held():
             yield
 
@@ -811,36 +725,35 @@ class Accelerator:
 
         It first averages gradients that no backward pass has averaged; those of a rank without a loss are zero.
         """
-        self._average(self.optimizers)
-        found = self.strategy.any_loss(had_loss)
-        if not found:
+        self._gradients.average(self.optimizers)
+        any_loss = self.strategy.any_loss(had_loss)
+        if not any_loss:
             self.strategy.sync_buffers()  # otherwise the optimizer step does it
-        return found
+        return any_loss
 
     def _note_verb(self, verb: Callable[..., Any], *args: Any) -> None:
         """See `trainkit.optim.prepared_optimizer.Stepper`."""
         self.accumulation.note_verb(verb, *args)
 
-    def _begin_own_backward(self, loss: Tensor | None) -> None:
+    def _begin_backward(self, loss: Tensor | None) -> None:
         """In your own training loop, the checks before a backward pass."""
         state = self.accumulation
         if state.size > 1 and (state.pending is not None or state.by_hand is not False):
-            self._by_hand()
+            self._note_by_hand()
         state.note_backward()
         if state.current.first:
             self.skip_requested = False  # of a window that is over
-        if not self._begun:  # checked here, because a call at every step takes time
+        if self._phase is not LoopPhase.RUNNING:  # checked here, because a call at every step takes time
             self._check_begun("backward")
         if self.step_pending:
             self._check_step_pending()
-        self.reading.working()
-        self._backwards += 1
+        self.open_loaders.working()
         if not self.strategy.precision.entered:
             self._check_precision()
-        if self._compares and state.current.last:
+        if self.options.debug and state.current.last:
             self._compare("backward", None if loss is None else [loss])
 
-    def _by_hand(self) -> None:
+    def _note_by_hand(self) -> None:
         """`backward` outside of `accumulate`: as in Accelerate its loss is still divided, and each step updates."""
         steps = self.accumulation.size
         if self.accumulation.note_by_hand():
@@ -850,39 +763,28 @@ class Accelerator:
                 "put the body of the loop under: with accelerator.accumulate(model):"
             )
 
-    def _weighed(self, weight: float | Tensor | None) -> float:
-        state = self.accumulation
-        weighing = self._weighing.get(state.key)
-        if weighing is None:
-            if weight is None:
-                return state.current.share
-            if any(loader.weighs for loader in self._loaders):
-                raise ConfigurationError("backward(weight=) and prepare(batch_weight=) set the same thing. Give one of them.")
-            weighing = Weighing(state, self.strategy.world, self.strategy, self.collective_checks)
-            self._weighing[state.key] = weighing
-        return weighing.share(weight)
-
     def _check_begun(self, verb: str) -> None:
-        if self._begun or not self._own:
+        """At the first verb of the loop, check that what it needs was prepared, and that checkpoints can be saved."""
+        if self._phase is LoopPhase.RUNNING:
             return
-        if not (self._models or self._optimizers):
+        if not (self._models.wrapped or self._prepared.optimizers):
             raise ConfigurationError(
                 f"{verb} was called before prepare. First: model, optimizer, loader = "
                 "accelerator.prepare(model, optimizer, loader)"
             )
-        if self.strategy.world.size > 1 and not self._models:
+        if self.strategy.world.size > 1 and not self._models.wrapped:
             raise ConfigurationError(
                 f"{verb}: an optimizer has been prepared but no model, so the gradients would not be averaged over the "
                 "processes. Prepare the model too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
         self._numbered.check()
-        self._begun = True
+        self._phase = LoopPhase.RUNNING
 
     def _check_precision(self) -> None:
         """Warn once if no prepared model has been called: the user's own model computes in float32."""
         precision = self.strategy.precision
         precision.entered = True  # warn once
-        if self._models and precision.autocast_dtype is not None:
+        if self._models.wrapped and precision.autocast_dtype is not None:
             warn(
                 f"the loss was not computed in {precision.name}: no prepared model has been called. Call what prepare "
                 "returned: model, optimizer = accelerator.prepare(model, optimizer); or compute within accelerator.autocast()."
@@ -890,7 +792,8 @@ class Accelerator:
 
     def _check_step_pending(self) -> None:
         """ZeRO drops the gradients of a window that had no step when the next one begins: refuse that."""
-        if self.accumulation.current.first and self.strategy.accumulates_in_engine and len(self._optimizers) == 1:
+        micro = self.accumulation.current
+        if micro.first and self.strategy.accumulates_in_engine and len(self._prepared.optimizers) == 1:
             raise ConfigurationError(
                 "under ZeRO the gradients of several backward passes are accumulated only within a window, and there has been "
                 "no optimizer step since the last one. Use Accelerator(gradient_accumulation_steps=n), or "
@@ -902,7 +805,7 @@ class Accelerator:
         """In debug mode, check that all processes call `verb` in the same place with the same tensors."""
         self.collective_checks.compare(verb, None if tensors is None else described(tensors))
 
-    # ---------------------------------------------------------------------------------------------------- the optimizer step
+    # ----------------------------------------------------------------------------------------------------- the optimizer step
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide the gradients by the loss scale of `16-mixed`, to read or change them. Clipping does this itself.
@@ -913,14 +816,11 @@ class Accelerator:
         self._check_begun("unscale_gradients")
         if not self.accumulation.current.last:
             return
-        given: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or self.optimizers)
-        chosen: list[Optimizer] = [getattr(one, "optimizer", one) for one in given]
-        if self._compares:
-            self._compare("unscale_gradients", [p for own in chosen for group in own.param_groups for p in group["params"]])
-        self._average(chosen)
-        if self.strategy.precision.scaler is not None:
-            for own in chosen:
-                self.strategy.unscale(own)
+        chosen: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or self.optimizers)
+        optimizers: list[Optimizer] = [getattr(one, "optimizer", one) for one in chosen]
+        if self.options.debug:
+            self._compare("unscale_gradients", [p for one in optimizers for p in parameters_of(one)])
+        self._gradients.unscale(optimizers)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
         """Scale the gradients down to a norm of at most `max_norm`. Inside an accumulation window it does nothing.
@@ -935,25 +835,13 @@ class Accelerator:
         Returns:
             The norm before clipping, a scalar on the device; `None` inside an accumulation window.
         """
-        self._check_begun("clip_grad_norm_")
-        listed = _listed("clip_grad_norm_", parameters)
-        self.accumulation.note_verb(self.clip_grad_norm_, listed, max_norm, norm_type)
-        if not self.accumulation.current.last:
-            return None
-        if self._compares:
-            self._compare("clip_grad_norm_", listed)
-        self._complete(listed)
-        return self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
+        listed = self._complete_gradients("clip_grad_norm_", parameters, self.clip_grad_norm_, max_norm, norm_type)
+        return None if listed is None else self.strategy.clip_grad_norm_(listed, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Clamp each element of the gradients to [-clip_value, clip_value]. Inside an accumulation window it does nothing."""
-        self._check_begun("clip_grad_value_")
-        listed = _listed("clip_grad_value_", parameters)
-        self.accumulation.note_verb(self.clip_grad_value_, listed, clip_value)
-        if self.accumulation.current.last:
-            if self._compares:
-                self._compare("clip_grad_value_", listed)
-            self._complete(listed)
+        listed = self._complete_gradients("clip_grad_value_", parameters, self.clip_grad_value_, clip_value)
+        if listed is not None:
             self.strategy.clip_grad_value_(listed, clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> bool:
@@ -971,45 +859,49 @@ class Accelerator:
             ConfigurationError: The gradients come from `loss.backward()`, which this configuration cannot use.
             OptimizerError: It has parameters that the model does not have any more.
         """
-        micro = self.accumulation.current
-        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        state, gradients = self.accumulation, self._gradients
+        micro = state.current
+        inner = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
         if not micro.last:
-            self.accumulation.note_verb(self.step, own, closure)
+            state.note_verb(self.step, inner, closure)
             return False
         self.step_pending = False
-        if id(own) not in self._checked:
-            self._check_parameters(own)
-        if self._own:
-            self._begin_own_step(own, closure)
+        if id(inner) not in self._step_checks.checked:
+            self._step_checks.check_parameters(inner)
+        if state.own_loop:
+            state.note_verb(self.step, inner, closure)
+            self._step_checks.check_backward(inner, closure)
+            if self.options.debug:
+                self._compare("step", parameters_of(inner))
         if closure is None:
-            self._average([own])
+            gradients.average([inner])
         elif self.strategy.world.size > 1:
-            closure = partial(self._averaged_closure, own, closure)
+            closure = gradients.averaging(inner, closure)
         if self.before_step is not None:
-            self.before_step(own)
+            self.before_step(inner)
         if self.skip_requested or micro.empty:
-            self.strategy.precision.discard(own)
+            self.strategy.precision.discard(inner)
             self.strategy.sync_buffers()
             updated = False
-            self.skip_requested = self.skip_requested and self._own  # a Trainer requests it for each step
+            self.skip_requested = self.skip_requested and state.own_loop  # a Trainer requests it for each step
         else:
             self.updating = True  # stays so if an error leaves the parameters between two steps
-            updated = self.strategy.optimizer_step(own, closure)
+            updated = self.strategy.optimizer_step(inner, closure)
             self.updating = False
             self.overflows += not updated
             if self.strategy.precision.autocast_dtype is not None:
                 torch.clear_autocast_cache()  # otherwise a forward in the same step would use copies of the old parameters
-        self._averaged.discard(id(own))
-        self._updated[id(own)] = updated
+        gradients.averaged.discard(id(inner))
+        self._updated[id(inner)] = updated
         # in your own training loop with several optimizers: whether any was skipped
-        self.optimizer_step_was_skipped = not (all(self._updated.values()) if self._own else updated)
+        self.optimizer_step_was_skipped = not (all(self._updated.values()) if state.own_loop else updated)
         self.updates += updated
         return updated
 
     def has_updated(self, optimizer: Any) -> bool:
         """Whether the last step of an optimizer, prepared or torch's own, was made and not skipped."""
-        own = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-        return self._updated.get(id(own), not self.optimizer_step_was_skipped)
+        inner = optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+        return self._updated.get(id(inner), not self.optimizer_step_was_skipped)
 
     def skip_update(self) -> None:
         """Skip the optimizer step of the current window, for all optimizers: parameters and optimizer state do not change.
@@ -1018,93 +910,35 @@ class Accelerator:
         """
         self.skip_requested = True
 
+    def begin_fit(self, module: nn.Module, before_step: Callable[[Optimizer], None] | None = None) -> None:
+        """Begin to train the module of a `Trainer`.
+
+        Args:
+            module: The module whose parameters the optimizers train.
+            before_step: Called before each step of manual optimization, which averages the gradients itself.
+        """
+        self._step_checks.train(module)
+        if before_step is not None:
+            self.before_step = before_step
+            self._gradients.average_in_step()
+
     def recheck_parameters(self) -> None:
         """Let the next step of each optimizer check again that the models have its parameters."""
-        self._checked.clear()
+        self._step_checks.checked.clear()
 
-    def _begin_stepping(self) -> None:
-        """Return to the state before the first optimizer step."""
-        self.updates = self.overflows = 0
-        self.updating = self.skip_requested = self.step_pending = self.optimizer_step_was_skipped = False
-        self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was not skipped
-        self._checked: set[int] = set()  # ids of the optimizers whose parameters have been checked
-        self._backwards: int = 0  # number of backward passes
-        self._backwards_at_step: dict[int, int] = {}  # the same at the last step of each optimizer, by its id
-
-    @property
-    def _is_needed(self) -> bool:
-        """Whether an optimizer step needs more than torch's own `loss.backward()` and `optimizer.step()`."""
-        strategy = self.strategy
-        return (
-            self.accumulation.size > 1
-            or strategy.precision.scaler is not None
-            or strategy.accumulates_in_engine
-            or self.averages_in_step
-        )
-
-    def _begin_own_step(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
-        """In your own training loop, the checks before a step."""
-        self.accumulation.note_verb(self.step, own, closure)
-        self._check_backward(own, closure)
-        if self._compares:
-            self._compare("step", [p for group in own.param_groups for p in group["params"]])
-
-    def _check_backward(self, own: Optimizer, closure: Callable[[], Any] | None) -> None:
-        """Gradients of `loss.backward()` are not scaled to their share of the window, and ZeRO does not see them."""
-        before = self._backwards_at_step.get(id(own), 0)
-        self._backwards_at_step[id(own)] = self._backwards
-        if closure is not None or before < self._backwards or not self._is_needed:
-            return
-        # without gradients a step changes nothing; under ZeRO they cannot be seen
-        if self.strategy.accumulates_in_engine or any(
-            p.grad is not None for group in own.param_groups for p in group["params"]
-        ):
-            raise ConfigurationError(
-                "step: there has been no accelerator.backward(loss) since the last step of this optimizer. Call "
-                "accelerator.backward(loss) instead of loss.backward(): it scales the loss and passes the gradients to the "
-                "strategy. If a batch has nothing to learn from: accelerator.backward(None)."
-            )
-
-    def _check_parameters(self, own: Optimizer) -> None:
-        """Refuse an optimizer that trains parameters of a layer that has been replaced.
-
-        Raises:
-            OptimizerError: the message has the shape of the first one, and the line to write.
-        """
-        self._checked.add(id(own))
-        foreign = foreign_parameters(own, self.owners)
-        if not foreign:
-            return
-        if self._own:  # your own training loop may also train what no prepared model has, if it does not save that
-            had, count = self._owned.get(id(own), set()), sum(len(group["params"]) for group in own.param_groups)
-            mixed = 0 < len(foreign) < count and any(isinstance(p, nn.Parameter) for p in foreign)
-            if not mixed and not any(id(p) in had for p in foreign):
-                return
-        name, shape = type(own).__name__, shape_of(foreign[0])
-        raise OptimizerError(
-            f"{name} trains {counted(len(foreign), 'parameter')} that the model does not have (the first of shape {shape}): no "
-            "output of the model depends on them, and no checkpoint can hold their state. They belong to a layer that was "
-            "replaced after the optimizer was created, or to another model. Expected an optimizer of the model's parameters. "
-            f"{_FIX[self._own].format(name)} To change a layer later, copy into it: "
-            "model.layer.load_state_dict(new.state_dict())"
-        )
-
-    def _watch_steps(self, given: Optimizer) -> None:
-        """Refuse `step` of an optimizer that was passed to `prepare`, if only `step` of what it returned is right."""
-        if not self._own:
-            return
-        reference = weakref.ref(self)
-
-        def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            accelerator = reference()
-            if accelerator is not None and not accelerator.updating and accelerator._is_needed:
-                raise ConfigurationError(
-                    f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, which ignores "
-                    "gradient accumulation, the loss scale and the strategy. Use what prepare returned: model, optimizer = "
-                    "accelerator.prepare(model, optimizer)"
-                )
-
-        self._watched.callback(given.register_step_pre_hook(refuse).remove)
+    def _complete_gradients(self, name: str, parameters: Any, verb: Callable[..., Any], *args: Any) -> list[Tensor] | None:
+        """Average and unscale the gradients of these parameters, which `verb` clips; `None`: not at the end of a window."""
+        if self._phase is not LoopPhase.RUNNING:
+            self._check_begun(name)
+        listed = _listed(name, parameters)
+        self.accumulation.note_verb(verb, listed, *args)
+        if not self.accumulation.current.last:
+            return None
+        if self.options.debug:
+            self._compare(name, listed)
+        for optimizer in self._gradients.owners(listed):
+            self.unscale_gradients(optimizer)
+        return listed
 
     def _end_late(self, window: CallWindow) -> None:
         """The loader has ended inside a window of calls: do what the loop does with a window that is full.
@@ -1118,57 +952,21 @@ class Accelerator:
             return
         self.accumulation.end_late(window, uneven=self.strategy.reduces_late)
         self.strategy.end_window()
-        weighing = self._weighing.get(self.accumulation.key)
-        if weighing is not None:
-            weighing.end_late()
-        self._correct_gradients()
+        self._gradients.end_late()
         for verb, args in verbs:
             verb(*args)
 
-    def _correct_gradients(self) -> None:
-        """At the end of a window, multiply the gradients so that the shares of its micro-batches add up to 1."""
-        state = self.accumulation
-        weighing = self._weighing.get(state.key)
-        factor = 1.0 if state.window is None else state.window.factor
-        if weighing is not None and weighing.weighed:
-            factor = weighing.factor
-        if factor != 1.0:
-            own = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-            models, others = (self._bare, own) if state.trained is None else (state.trained, [])
-            parameters = {id(p): p for p in [*(p for model in models for p in model.parameters()), *others]}
-            self.strategy.scale_gradients(parameters.values(), factor)
+    def _forget_steps(self) -> None:
+        """Return to the state before the first optimizer step."""
+        self.updates = 0
+        self.overflows = 0
+        self.updating = False
+        self.skip_requested = False
+        self.step_pending = False
+        self.optimizer_step_was_skipped = False
+        self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was not skipped
 
-    def _complete(self, parameters: list[Tensor]) -> None:
-        """Average and unscale the gradients of the optimizers that these parameters belong to."""
-        if self.strategy.precision.scaler is None and not (self.accumulation.current.uneven or self.averages_in_step):
-            return
-        wanted = {id(parameter) for parameter in parameters}
-        for own in self.optimizers:
-            if any(id(p) in wanted for group in own.param_groups for p in group["params"]):
-                self.unscale_gradients(own)
-
-    def _average(self, optimizers: Iterable[Optimizer]) -> None:
-        """Average the gradients over the processes if the backward passes have not: once for each optimizer."""
-        micro = self.accumulation.current
-        if not (micro.last and (micro.uneven or self.averages_in_step)):
-            return
-        for own in optimizers:
-            if id(own) not in self._averaged:
-                self._averaged.add(id(own))
-                parameters = [p for group in own.param_groups for p in group["params"]]
-                self.strategy.reduce_gradients(parameters, micro)
-
-    def _averaged_closure(self, own: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Average a closure's loss and gradients over the processes: an optimizer that decides by them decides the same."""
-        loss = closure()
-        self._averaged.discard(id(own))
-        self._average([own])
-        if not isinstance(loss, Tensor):
-            return loss
-        share = self.accumulation.current.share
-        return self.strategy.mean(loss.detach() * share if share else torch.zeros_like(loss))
-
-    # ------------------------------------------------------------------------------------------------------------- processes
+    # -------------------------------------------------------------------------------------------------------------- processes
 
     def wait_for_everyone(self) -> None:
         """Wait until all processes have called it. There is no timeout: the main process may evaluate or write meanwhile.
@@ -1186,7 +984,7 @@ class Accelerator:
         Raises:
             CollectiveError: As in `wait_for_everyone`.
         """
-        with self._processes.first("main_process_first", self.is_main_process):
+        with waits_for_first(self.collective_checks, "main_process_first", self.is_main_process):
             yield
 
     @contextmanager
@@ -1196,7 +994,7 @@ class Accelerator:
         Raises:
             CollectiveError: As in `wait_for_everyone`.
         """
-        with self._processes.first("local_main_process_first", self.is_local_main_process):
+        with waits_for_first(self.collective_checks, "local_main_process_first", self.is_local_main_process):
             yield
 
     def on_main_process(self, function: Function) -> Function:
@@ -1269,12 +1067,11 @@ class Accelerator:
                 ...  # ["A", "B"] on the first of two processes, ["C"] on the second
             ```
         """
-        with self._processes.split(inputs, apply_padding) as part:
-            yield part
+        yield share_of(inputs, self.world, self.device, apply_padding)
 
     def set_trigger(self) -> None:
         """Set a flag for `check_trigger`: for example, that this process wants to stop."""
-        self._processes.set_trigger()
+        self._triggered = True
 
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last check; the same on all. All processes call it.
@@ -1282,7 +1079,9 @@ class Accelerator:
         Raises:
             CollectiveError: As in `wait_for_everyone`.
         """
-        return self._processes.check_trigger()
+        triggered = any(self.collective_checks.exchange("check_trigger", self._triggered))
+        self._triggered = False
+        return triggered
 
     def gather(self, tensor: Any) -> Any:
         """Concatenate the tensors of all processes in the order of the ranks; scalars become a vector.
@@ -1340,7 +1139,7 @@ class Accelerator:
         """
         return self._gathering.pad_across_processes(tensor, dim, pad_index, pad_first)
 
-    # ----------------------------------------------------------------------------------------------------------------- files
+    # ------------------------------------------------------------------------------------------------------------------ files
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
@@ -1531,7 +1330,7 @@ class Accelerator:
         """
         self._checkpointing.resume_loaders()
 
-    # -------------------------------------------------------------------------------------------------------------- trackers
+    # --------------------------------------------------------------------------------------------------------------- trackers
 
     @property
     def trackers(self) -> list[Any]:
@@ -1580,7 +1379,7 @@ class Accelerator:
             if self.is_main_process:
                 staging.finish()
 
-    # --------------------------------------------------------------------------------------------------------------- release
+    # ---------------------------------------------------------------------------------------------------------------- release
 
     def clear(self, *objects: Any) -> Any:
         """Another name of `free_memory`."""
@@ -1605,16 +1404,17 @@ class Accelerator:
                 replace an error that is being handled, as in a `finally`.
             ProcessFailedError: The same, and another rank has failed.
         """
+        recomputed = self._models.recomputed
         parts: list[Callable[[], Any]] = [
             self._wait_to_free,
             self._checkpointing.close,
-            self._compiled.undo,
-            *(loader.close for loader in self._loaders),
+            self._models.compiled.undo,
+            *(loader.close for loader in self._prepared.loaders),
             self._forget_prepared,
             self.strategy.teardown,
             self.strategy.precision.restore_layers,
-            *(recomputed.restore for recomputed in reversed(self._recomputed)),
-            self._recomputed.clear,
+            *(modules.restore for modules in reversed(recomputed)),
+            recomputed.clear,
             self._stop_watching,
             self._building.close,
             self._begin_building,
@@ -1628,7 +1428,7 @@ class Accelerator:
 
     def _wait_to_free(self) -> None:
         """Wait until all ranks release their sharded models: their parameters are gathered, which a failed rank cannot do."""
-        if not (self._own and self._models and self.strategy.shards_parameters):
+        if not (self.accumulation.own_loop and self._models.wrapped and self.strategy.shards_parameters):
             return
         handled = sys.exc_info()[1]
         self.strategy.broken = self.world.size > 1  # until all ranks are here
@@ -1640,26 +1440,23 @@ class Accelerator:
                 raise
 
     def _forget_prepared(self) -> None:
-        held: list[Any] = [self._models, self._bare, self._optimizers, self._schedulers, self._loaders, self._given]
-        held.append(self._owned)
-        for each in held:
-            each.clear()
-        self._watched.close()
-        self._weighing.clear()
-        self._begun = False
-        self._begin_stepping()
+        self._models.clear()
+        self._prepared.clear()
+        self._loaders.clear()
+        self._step_checks.close()
+        self._gradients.weights.clear()
+        self._forget_steps()
         self.accumulation.reset()
-        self._batch_padding = None
-        if self._own:  # a Trainer does this when it begins
+        if self.accumulation.own_loop:  # a Trainer does this when it begins
             self.strategy.precision.reset()
 
 
 def _listed(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-    found = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else list(parameters)
-    other = next((one for one in found if not isinstance(one, Tensor)), None)
+    listed = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else list(parameters)
+    other = next((one for one in listed if not isinstance(one, Tensor)), None)
     if other is not None:
         raise ConfigurationError(
             f"{verb} takes parameters, but received {with_article(type(other).__name__)}. For example: "
             f"accelerator.{verb}(model.parameters(), 1.0)"
         )
-    return found
+    return listed

@@ -1,78 +1,68 @@
-"""`Checkpointing`: the part of an `Accelerator` that saves and restores a loop, in the format that `Trainer` writes."""
+"""Files of an `Accelerator`: checkpoints in the format that `Trainer` writes, weights, and objects."""
 
 from __future__ import annotations
 
+import os
+import re
 import secrets
+import shutil
+import sys
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
-from trainkit.accelerator.accumulation import AccumulationState
-from trainkit.accelerator.naming import NumberedCheckpoints, number_of, rotate
-from trainkit.accelerator.reading import Reading
-from trainkit.accelerator.saving import VerbGroup
+from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.accelerator.gradients import AccumulationState
+from trainkit.accelerator.prepared_models import PreparedObjects, user_model
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import CommitResult
 from trainkit.checkpoint.folder import next_counter
+from trainkit.checkpoint.identify import is_checkpoint
+from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
+from trainkit.checkpoint.removal import remove
 from trainkit.checkpoint.saver import Saver
-from trainkit.console import notice, warn
+from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.tensor_file import FiniteCheck
+from trainkit.checkpoint.weights import shard_size, write_weights
+from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.console import notice, shortened, warn
 from trainkit.data.loader import PreparedLoader
+from trainkit.distributed.world import World
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointWriteError,
     ConfigurationError,
     CorruptCheckpointError,
     StateMismatchError,
 )
+from trainkit.optim.parameter_names import without_checkpoint_wrapper
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.paths import local_path
+from trainkit.state.adapters import adapter_folders
+from trainkit.state.model import capture_model, clean_names
+from trainkit.state.parts import configurations
 from trainkit.state.plan_checkpoint import plan_checkpoint
 from trainkit.state.pretrained import has_adapters
+from trainkit.state.single_file import write_object
 from trainkit.state.training_objects import Parts, SaveMode, about, capture, moved, restore, with_trained_weights
 from trainkit.strategy import Strategy
+from trainkit.tagged_json.tensors import is_sharded_tensor
 
-__all__ = ["PARTS", "Checkpointing", "Loop", "Prepared"]
+if TYPE_CHECKING:
+    from trainkit.accelerator.accelerator import Accelerator
+
+__all__ = ["PARTS", "Checkpointing", "NumberedCheckpoints", "Saving", "refuse_pickle", "rotate"]
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loaders", "registered")
-
-
-class Loop(Protocol):
-    """The counters of a training loop that a checkpoint contains.
-
-    Attributes:
-        updates: number of optimizer steps so far.
-        accumulation: the accumulation window.
-        reading: the loaders that are being read.
-    """
-
-    updates: int
-    accumulation: AccumulationState
-    reading: Reading
-
-    @property
-    def seed(self) -> int:
-        """The seed of order and randomness. Collective when it is first asked for."""
-
-
-@dataclass
-class Prepared:
-    """The objects that `prepare` was given, in that order.
-
-    Attributes:
-        models: without wrappers.
-    """
-
-    models: Sequence[nn.Module]
-    optimizers: Sequence[PreparedOptimizer]
-    schedulers: Sequence[PreparedScheduler]
-    loaders: Sequence[PreparedLoader]
+_NAME = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
+_OF_PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 class Checkpointing:
@@ -81,17 +71,19 @@ class Checkpointing:
     All processes call `save` and `load`, in the same order.
 
     Args:
-        strategy: knows the processes and the precision, and where state is sharded.
-        numbered: checkpoints that are named by their number.
-        prepared: what to save.
-        resumes: whether `load` lets loaders continue, by default.
+        strategy: The strategy of the run.
+        numbered: Checkpoints that are named by their number.
+        prepared: The objects to save.
+        resumes: Whether `load` lets loaders continue, by default.
 
     Attributes:
-        registered: other objects to save, which have `state_dict` and `load_state_dict`.
-        run_id: names the run; a full `load` takes over that of the checkpoint.
+        registered: Other objects to save, which have `state_dict` and `load_state_dict`.
+        run_id: The id of the run; a full `load` takes over that of the checkpoint.
     """
 
-    def __init__(self, strategy: Strategy, numbered: NumberedCheckpoints, prepared: Prepared, resumes: bool = False) -> None:
+    def __init__(
+        self, strategy: Strategy, numbered: NumberedCheckpoints, prepared: PreparedObjects, resumes: bool = False
+    ) -> None:
         self._strategy, self._world = strategy, strategy.world
         self._numbered, self._prepared, self._resumes = numbered, prepared, resumes
         self._saver = Saver(notify=lambda: None)
@@ -101,11 +93,7 @@ class Checkpointing:
         self.run_id = secrets.token_hex(8)
 
     def register(self, *objects: Any) -> None:
-        """Save and load the state of these objects too.
-
-        Raises:
-            ConfigurationError: one without `state_dict` and `load_state_dict`.
-        """
+        """See `Accelerator.register_for_checkpointing`."""
         for thing in objects:
             if isinstance(thing, type) or not all(
                 callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")
@@ -120,21 +108,11 @@ class Checkpointing:
         self._saver.close()
         self._report()
 
-    def save(self, loop: Loop, output_dir: str | PathLike[str] | None = None, *, blocking: bool = True) -> Path:
-        """Write a checkpoint, and return its folder.
+    def save(self, loop: Accelerator, output_dir: str | PathLike[str] | None = None, *, blocking: bool = True) -> Path:
+        """See `Accelerator.save_state`.
 
         If its parameters are not finite, a warning says so. It then does not replace a checkpoint that has finite ones, and
         `total_limit` keeps the newest of those.
-
-        Args:
-            loop: whose counters to save.
-            output_dir: the folder that the checkpoint becomes, unless checkpoints are named by their number.
-            blocking: return when it is complete on the disk; `False`: when it is copied.
-
-        Raises:
-            CheckpointError: it cannot be written, or a save in flight has failed.
-            UnsavableError: a value cannot be stored; the message names the path to it.
-            ConfigurationError: no folder is named, nothing was prepared, or checkpoints of an earlier start are in the way.
         """
         numbered = self._is_numbered(output_dir, "save_state")
         folder = None if output_dir is None else local_path(output_dir, "output_dir")
@@ -185,26 +163,14 @@ class Checkpointing:
 
     def load(
         self,
-        loop: Loop,
+        loop: Accelerator,
         input_dir: str | PathLike[str] | None = None,
         *,
         wanted: Collection[str] = PARTS,
         strict: bool = True,
         resume_loaders: bool | None = None,
     ) -> None:
-        """Restore a checkpoint.
-
-        Args:
-            loop: whose counters to restore.
-            input_dir: the folder of the checkpoint; default: the newest complete one of those that are named by their number.
-            wanted: what to restore, of `PARTS`.
-            strict: missing and unexpected names in a model are errors.
-            resume_loaders: let each loader continue where it was; default: the `resumes` of this object.
-
-        Raises:
-            CheckpointError: missing, damaged, or it does not fit; the message lists all that does not.
-            ConfigurationError: no folder is named.
-        """
+        """See `Accelerator.load_state`; `wanted` are the parts to restore."""
         numbered = self._is_numbered(input_dir, "load_state")
         VerbGroup(self._world, "load_state").wait()
         if input_dir is None:
@@ -218,12 +184,7 @@ class Checkpointing:
             self._numbered.continue_after(path)
 
     def resume_loaders(self) -> None:
-        """After `load`: let each loader continue where it was when the checkpoint was saved.
-
-        Raises:
-            ConfigurationError: no positions were loaded, or the loaders have been read since.
-            CheckpointError: a position lies inside a micro-batch of the loader.
-        """
+        """See `Accelerator.resume_loaders`."""
         left = [(loader, *loader.last_position) for loader in self._prepared.loaders if loader.last_position is not None]
         if not left:
             raise ConfigurationError(
@@ -237,11 +198,7 @@ class Checkpointing:
     # ------------------------------------------------------------------------------------------------------------ where
 
     def _is_numbered(self, folder: str | PathLike[str] | None, verb: str) -> bool:
-        """Whether checkpoints are named by their number.
-
-        Raises:
-            ConfigurationError: they are not, and no folder is named.
-        """
+        """Whether checkpoints are named by their number; if they are not, a folder must be named."""
         if not self._numbered.active and folder is None:
             raise ConfigurationError(
                 f"{verb} needs a folder: accelerator.{verb}('checkpoints/first'); or number the checkpoints automatically: "
@@ -253,12 +210,7 @@ class Checkpointing:
         return read_on_all_ranks(path, self._world, mapped=self._strategy.reads_checkpoint_parts)
 
     def _newest(self) -> tuple[Path, LoadedCheckpoint]:
-        """The newest complete checkpoint of those that are named by their number.
-
-        Raises:
-            CheckpointNotFoundError: there is none.
-            CorruptCheckpointError: all are damaged.
-        """
+        """Read the newest complete checkpoint of those that are named by their number."""
         bad: list[str] = []
         found = self._numbered.newest_first()
         for path, problem, finite in found:
@@ -269,7 +221,7 @@ class Checkpointing:
                         warn(f"a checkpoint is damaged and skipped: {text}")
                     if not finite:
                         warn(f"the parameters in {path} are not finite, and there is no checkpoint with finite ones.")
-                    elif newer := [one.name for one, _, good in found if not good and number_of(one) > number_of(path)]:
+                    elif newer := [one.name for one, _, good in found if not good and _number_of(one) > _number_of(path)]:
                         notice(f"skipped newer checkpoints whose parameters are not finite: {', '.join(newer)}. Using {path}.")
                     return path, loaded
             except CorruptCheckpointError as error:
@@ -295,13 +247,8 @@ class Checkpointing:
         schedulers = [one.scheduler for one in prepared.schedulers]
         return Parts(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
 
-    def _draft(self, loop: Loop, path: Path) -> CheckpointPlan:
-        """The current state as a checkpoint that has not been written.
-
-        Raises:
-            ConfigurationError: nothing has been prepared.
-            UnsavableError: a value cannot be stored; the message names the path to it.
-        """
+    def _draft(self, loop: Accelerator, path: Path) -> CheckpointPlan:
+        """The current state as a checkpoint that has not been written."""
         parts, world = self._parts(), self._world
         if not parts.models and not self.registered:
             raise ConfigurationError(
@@ -338,12 +285,10 @@ class Checkpointing:
         content = CheckpointContent(taken.tensors, state, described, taken.attachments, parameters=taken.parameters)
         return plan_checkpoint(world, content)
 
-    def _restore(self, loop: Loop, path: Path, loaded: LoadedCheckpoint, wanted: set[str], strict: bool, resumes: bool) -> None:
-        """Load a checkpoint into what was prepared; what does not fit is raised before anything is changed.
-
-        Raises:
-            CheckpointError: it does not fit.
-        """
+    def _restore(
+        self, loop: Accelerator, path: Path, loaded: LoadedCheckpoint, wanted: set[str], strict: bool, resumes: bool
+    ) -> None:
+        """Load a checkpoint into the prepared objects. What does not fit is raised before anything is changed."""
         manifest, state = loaded.manifest, loaded.state
         self._check_fits(path, loaded, wanted)
         positions = (state.get("loaders") or []) if "loaders" in wanted else []
@@ -368,7 +313,7 @@ class Checkpointing:
         if "registered" in wanted:
             for thing, own in zip(self.registered, state.get("registered") or [], strict=True):
                 thing.load_state_dict(own)
-        loop.reading.loaded = True
+        loop.open_loaders.loaded = True
         _report_restored(path, manifest.step, wanted)
         if text := moved(self._strategy, manifest):
             notice(text)
@@ -376,7 +321,7 @@ class Checkpointing:
 
     def _place_loaders(
         self,
-        loop: Loop,
+        loop: Accelerator,
         loaders: list[tuple[PreparedLoader, Any]],
         starts: list[int | None],
         windows: Sequence[tuple[int | None, int]],
@@ -391,11 +336,7 @@ class Checkpointing:
         loop.accumulation.restore_counts(windows)
 
     def _check_fits(self, path: Path, loaded: LoadedCheckpoint, wanted: Collection[str]) -> None:
-        """Compare the parts that the checkpoint and this loop have.
-
-        Raises:
-            CheckpointError: they differ.
-        """
+        """Check that the checkpoint and this loop have the same parts."""
         if "optimizer" in wanted and not loaded.manifest.contents.get("resumable", False):
             raise CheckpointError(
                 f"{path} is a weights-only checkpoint. Load only the model: accelerator.load_state(path, restore={{'model'}})"
@@ -436,3 +377,279 @@ def _report_loader_start(loaders: Sequence[PreparedLoader]) -> None:
         "batch, as in Accelerate. To continue exactly: accelerator.load_state(folder, resume_loaders=True), or "
         f"accelerator.resume_loaders() before the loop. In a script that skips batches itself: {skip}."
     )
+
+
+class NumberedCheckpoints:
+    """The checkpoints of a project that are named by their number, as `automatic_checkpoint_naming` does.
+
+    The main process looks at the folder, and all processes get what it has found.
+
+    Args:
+        project: has the folder, and in `iteration` the number of the next checkpoint.
+        world: the processes.
+    """
+
+    def __init__(self, project: ProjectConfiguration, world: World) -> None:
+        self.project, self._world = project, world
+
+    @property
+    def active(self) -> bool:
+        """Whether `save_state` names checkpoints by their number."""
+        return self.project.automatic_checkpoint_naming
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkpoints."""
+        if self.project.project_dir is None:
+            raise ConfigurationError(
+                "ProjectConfiguration(automatic_checkpoint_naming=True) needs a folder: Accelerator(project_dir='runs/first', "
+                "project_config=...), or ProjectConfiguration(project_dir='runs/first', ...)"
+            )
+        return Path(os.path.abspath(self.project.project_dir), "checkpoints")
+
+    def next_path(self) -> Path:
+        """The folder of the next checkpoint; refuses checkpoints of an earlier start that was not resumed. Collective."""
+        return Path(run_on_all_ranks(self._world, lambda: str(self._free_path()) if self._world.is_main else None)[0])
+
+    def check(self) -> None:
+        """On the main process, raise what `next_path` would raise; before hours of training are spent."""
+        if self.active and self._world.is_main:
+            self._free_path()
+
+    def _free_path(self) -> Path:
+        folder, number = self.folder, self.project.iteration
+        taken = sorted(number for number, _ in _numbered(folder))
+        if taken and taken[-1] >= number:
+            shown = f"checkpoint_{taken[0]}" + (f" to checkpoint_{taken[-1]}" if len(taken) > 1 else "")
+            raise ConfigurationError(
+                f"{folder} contains {shown} of an earlier start, and the next one would be checkpoint_{number}. To continue "
+                "from the newest: accelerator.load_state() before the loop; to start a new series next to them: "
+                f"accelerator.project_configuration.iteration = {taken[-1] + 1}, or another project_dir."
+            )
+        return folder / f"checkpoint_{number}"
+
+    def newest_first(self) -> list[tuple[Path, str | None, bool]]:
+        """Each checkpoint, what is wrong with it, or `None`, and whether its parameters are finite. Collective.
+
+        Those whose parameters are not finite come last. The files of a killed save have other names and are not listed.
+        """
+
+        def find() -> list[list[Any]] | None:
+            if not self._world.is_main:
+                return None
+            numbered = sorted(_numbered(self.folder), reverse=True)
+            rows = [(str(path), *inspect_checkpoint(path)) for _, path in numbered if is_checkpoint(path)]
+            marked = [[path, problem, about is None or about.finite is not False] for path, about, problem in rows]
+            return sorted(marked, key=lambda row: not row[-1])
+
+        return [(Path(path), problem, finite) for path, problem, finite in run_on_all_ranks(self._world, find)[0]]
+
+    def continue_after(self, loaded: Path) -> None:
+        """Number the next checkpoint after all that there are, if the loaded one is one of them. Collective."""
+
+        def count() -> int | None:
+            if not self._world.is_main:
+                return None
+            folder = self.folder
+            if Path(os.path.realpath(loaded)).parent != Path(os.path.realpath(folder)):
+                return self.project.iteration
+            return max((number for number, _ in _numbered(folder)), default=-1) + 1
+
+        self.project.iteration = run_on_all_ranks(self._world, count)[0]
+
+
+def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
+    """Remove the oldest checkpoints after a save; on the process that has the manifest of the new one.
+
+    Only complete checkpoints of the same run are counted and removed: first those whose parameters are not finite. A new one
+    whose parameters are not finite never removes the newest of the others.
+
+    Args:
+        folder: the folder of the checkpoints.
+        limit: number of checkpoints to keep; `None`: all.
+        manifest: of the new checkpoint; `None`: another process removes.
+    """
+    if manifest is None:
+        return
+    try:
+        for left in folder.glob(".checkpoint_*.del-*"):  # a process was killed while it removed this
+            shutil.rmtree(left, ignore_errors=True)
+        if limit is not None:
+            new, *others = sorted(_complete(folder, manifest.run_id), key=lambda one: one[0], reverse=True)
+            others.sort(key=lambda one: (one[2], one[0]))
+            outdated = others[: max(0, len(others) + 1 - limit)]
+            if not new[2] and outdated and outdated[-1] == others[-1] and others[-1][2]:
+                outdated.pop()
+            for _, old, _ in outdated:
+                remove(old)
+    except (CheckpointError, OSError) as error:  # the next save tries again
+        notice(f"save_state: the new checkpoint is complete, but old ones could not be removed: {error}")
+
+
+def _complete(folder: Path, run_id: str) -> list[tuple[int, Path, bool]]:
+    """The complete checkpoints of a run: number, path, and whether its parameters are finite."""
+    complete = []
+    for number, path in _numbered(folder):
+        manifest, problem = inspect_checkpoint(path) if is_checkpoint(path) else (None, None)
+        if problem is None and manifest is not None and manifest.run_id == run_id:
+            complete.append((number, path, manifest.finite is not False))
+    return complete
+
+
+def _number_of(path: Path) -> int:
+    """The number in the name of a numbered checkpoint."""
+    return int(path.name.rpartition("_")[2])
+
+
+def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The number and path of everything that is named like a checkpoint."""
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error}. Use another project_dir.") from error
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            yield int(match[1]), folder / name
+
+
+class Saving:
+    """Writes weights as safetensors, and objects as safetensors or JSON.
+
+    Args:
+        strategy: The strategy of the run.
+        models: The prepared models, without wrappers.
+    """
+
+    def __init__(self, strategy: Strategy, models: Sequence[nn.Module] = ()) -> None:
+        self._strategy, self._models = strategy, models
+
+    def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True) -> None:
+        """See `Accelerator.save`."""
+        refuse_pickle("save", safe_serialization)
+        if not isinstance(f, str | PathLike):
+            raise ConfigurationError(
+                f"save(obj, f): f must be the path of a file, not {f!r}. For example: save(obj, 'state.json')"
+            )
+        if not self._strategy.is_main_process:
+            return
+        if self._strategy.shards_parameters and isinstance(obj, Mapping):
+            self._refuse_without_values(obj)
+        write_object(Path(f), obj)
+        if str(f).endswith(_OF_PICKLES):
+            notice(
+                f"{f} is not a pickle file, despite its name. Read it with trainkit.utils.load, or as a safetensors file if it "
+                "contains tensors by name."
+            )
+
+    def state_dict(self, model: nn.Module) -> dict[str, Any]:
+        """See `Accelerator.get_state_dict`."""
+        model = user_model(model, self._strategy)
+        placeholders = self._strategy.exported_weights(model)
+        sharded = any(is_sharded_tensor(tensor) for tensor in placeholders.values())
+        if sharded:
+            VerbGroup(self._strategy.world, "get_state_dict").wait()
+        state = capture_model(model, placeholders=placeholders)
+        tensors = _on_host(state.tensors) if sharded else state.tensors
+        if sharded and not self._strategy.is_main_process:
+            return {}
+        found = {**state.extra, **tensors, **{alias: tensors[name] for alias, name in state.aliases.items()}}
+        order = clean_names(model).values()
+        return {name: found[name] for name in order if name in found}  # a lazy parameter has no values yet
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """See `Accelerator.save_model`."""
+        refuse_pickle("save_model", safe_serialization)
+        folder = local_path(save_directory, "save_directory")
+        world, limit = self._strategy.world, shard_size(max_shard_size)
+        group, model = VerbGroup(world, "save_model"), user_model(model, self._strategy)
+        placeholders = self._strategy.exported_weights(model)
+        if any(is_sharded_tensor(tensor) for tensor in placeholders.values()):
+            group.wait()  # they are gathered from all processes
+        state = capture_model(model, placeholders=placeholders)
+        files, adapters, rank = configurations(state.configs), adapter_folders(state), world.rank
+        checks = [FiniteCheck(dict.fromkeys(tensors, True)) for tensors, _ in adapters.values()] or [FiniteCheck(state.trained)]
+
+        def write() -> None:
+            for (where, (tensors, config)), check in zip(adapters.items(), checks, strict=False):
+                write_weights(
+                    folder / where,
+                    tensors,
+                    {"adapter_config.json": config},
+                    max_shard_size=sys.maxsize,
+                    stem="adapter_model",
+                    rank=rank,
+                    check=check,
+                )
+            if not adapters:
+                write_weights(folder, state.tensors, files, max_shard_size=limit, rank=rank, check=checks[0])
+
+        # written before waiting for the other processes, so that the files are there even if those never come
+        run_on_all_ranks(group, write, CheckpointWriteError)
+        if found := [name for check in checks for name in check.found]:
+            warn(f"save_model: parameters in {folder} are not finite: {shortened(found)}.")
+        if world.is_main:
+            staging.add_log_folder(folder)
+            staging.finish()
+
+    def _refuse_without_values(self, state: Mapping[Any, Any]) -> None:
+        """Refuse the `state_dict()` of a sharded model: its tensors have no elements."""
+        for model in self._models:
+            placeholders = self._strategy.exported_weights(model)
+            for name, parameter in model.named_parameters():
+                whole, given = placeholders.get(id(parameter)), state.get(without_checkpoint_wrapper(name))
+                if whole is not None and whole.numel() and isinstance(given, Tensor) and not given.numel():
+                    raise ConfigurationError(
+                        f"save(): {name!r} has no values in this state dict, because the parameters are sharded over the "
+                        "processes. Gather them: accelerator.save(accelerator.get_state_dict(model), f), with get_state_dict "
+                        "on all processes."
+                    )
+
+
+class VerbGroup:
+    """The processes in one verb: a process that calls another verb is an error instead of a wait.
+
+    It is a `trainkit.checkpoint.all_ranks.Group`.
+
+    Args:
+        world: The processes.
+        verb: What the user has called.
+    """
+
+    def __init__(self, world: World, verb: str) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._world, self._verb = world, verb
+
+    def exchange(self, value: Any) -> list[Any]:
+        """The value of each process, in the order of the ranks."""
+        if self._world.channel is None:  # threads, whose own exchange finds that out
+            return self._world.exchange(value)
+        return CollectiveChecks.of(self._world).exchange(self._verb, value)
+
+    def wait(self) -> None:
+        """Wait until all processes have called the verb."""
+        self.exchange(None)
+
+
+def refuse_pickle(verb: str, safe_serialization: bool) -> None:
+    """Refuse `safe_serialization=False`."""
+    if not safe_serialization:
+        raise ConfigurationError(f"{verb}(safe_serialization=False) is not supported: a pickle can run code. Remove it.")
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Sharded tensors gathered to the main process's host memory, one at a time. Collective."""
+    on_host = {}
+    for name, tensor in tensors.items():
+        if is_sharded_tensor(tensor):
+            values = cast(Any, tensor).collect(0)
+            tensor = tensor if values is None else values.cpu()
+        on_host[name] = tensor
+    return on_host

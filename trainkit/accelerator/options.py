@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.accelerator.plugins import check_plugins, given_plugin
 from trainkit.accelerator.tracker_verbs import check_trackers
 from trainkit.checks import whole_number
 from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
+from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainkit.config.kwargs_handlers import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -39,8 +41,13 @@ from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
 from trainkit.strategy import Strategy
 
-__all__ = ["Options", "check_steps", "mixed_name", "resolve"]
+__all__ = ["Options", "check_steps", "resolve"]
 
+_PLUGINS: dict[str, type] = {
+    "deepspeed_plugin": DeepSpeedPlugin,
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "parallelism_config": ParallelismConfig,
+}
 _GENERATORS = ("torch", "cuda", DEVICE, "generator")
 _SHARD = "To shard parameters, use FSDP or ZeRO: Accelerator(strategy='fsdp') or 'zero3'"
 
@@ -86,21 +93,21 @@ class Options:
     watched: bool = True
 
 
-def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
+def resolve(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     """The options, for arguments of `Accelerator` by name.
 
     Raises:
         ConfigurationError: an argument that is wrong, unknown, not supported or contradicts another.
     """
-    refuse_unknown("Accelerator", unknown, given)
-    _refuse_unsupported(given)
+    refuse_unknown("Accelerator", unknown, arguments)
+    _refuse_unsupported(arguments)
     settings = inherited_settings()
-    given = {**given, "plugin": given_plugin(given, settings)}
-    handlers = sorted_handlers(given["kwargs_handlers"])
-    loaders, project = _loaders(given), _project(given)
-    strategy, plugin, watched = _strategy(given, settings, handlers)
-    recomputed = _activation_checkpointing(given, plugin)
-    backend, dynamo = given["dynamo_backend"], given["dynamo_plugin"]
+    arguments = {**arguments, "plugin": _plugin(arguments, settings)}
+    handlers = sorted_handlers(arguments["kwargs_handlers"])
+    loaders, project = _loaders(arguments), _project(arguments)
+    strategy, plugin, watched = _strategy(arguments, settings, handlers)
+    recomputed = _activation_checkpointing(arguments, plugin)
+    backend, dynamo = arguments["dynamo_backend"], arguments["dynamo_plugin"]
     with settings.attribute_errors(*(("dynamo_backend", *settings.of_place) if backend is None and dynamo is None else ())):
         compiled = compilation_of(backend, dynamo, settings)
         if compiled is not None:
@@ -109,14 +116,14 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     refuse_checkpointing(recomputed, strategy)
     return Options(
         strategy=strategy,
-        steps=_steps(given, settings, plugin),
+        steps=_steps(arguments, settings, plugin),
         split_batches=loaders.split_batches,
         even_batches=loaders.even_batches,
         resume_loaders=bool(loaders.use_stateful_dataloader),
-        step_scheduler_with_optimizer=bool(given["step_scheduler_with_optimizer"]),
-        device_placement=bool(given["device_placement"]),
+        step_scheduler_with_optimizer=bool(arguments["step_scheduler_with_optimizer"]),
+        device_placement=bool(arguments["device_placement"]),
         project=project,
-        log_with=[] if given["log_with"] is None else check_trackers(given["log_with"], project.logging_dir),
+        log_with=[] if arguments["log_with"] is None else check_trackers(arguments["log_with"], project.logging_dir),
         autocast=handlers.get(AutocastKwargs),
         profile=handlers.get(ProfileKwargs),
         compile=compiled,
@@ -127,31 +134,31 @@ def resolve(given: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     )
 
 
-def _refuse_unsupported(given: Mapping[str, Any]) -> None:
-    if given["megatron_lm_plugin"] is not None:
+def _refuse_unsupported(arguments: Mapping[str, Any]) -> None:
+    if arguments["megatron_lm_plugin"] is not None:
         raise UnsupportedArgumentError(f"Accelerator(megatron_lm_plugin=...) is not supported. {_SHARD}.")
-    check_plugins(given)
-    for name in _listed(given["rng_types"]):
+    _check_plugins(arguments)
+    for name in _listed(arguments["rng_types"]):
         if str(getattr(name, "value", name)) not in _GENERATORS:
             raise ConfigurationError(f"rng_types must be some of {', '.join(_GENERATORS)}, not {name!r}.")
     for name in ("device_placement", "cpu", "step_scheduler_with_optimizer"):
-        if not isinstance(given[name], bool):
-            raise ConfigurationError(f"Accelerator({name}=...) must be True or False, not {given[name]!r}.")
+        if not isinstance(arguments[name], bool):
+            raise ConfigurationError(f"Accelerator({name}=...) must be True or False, not {arguments[name]!r}.")
 
 
-def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
+def _loaders(arguments: Mapping[str, Any]) -> DataLoaderConfiguration:
     """How loaders are sharded: by an object, or by arguments of the same names."""
     names = ("split_batches", "dispatch_batches", "even_batches")
-    arguments = {name: given[name] for name in names if given[name] is not None}
-    configuration = given["dataloader_config"]
+    set_directly = {name: arguments[name] for name in names if arguments[name] is not None}
+    configuration = arguments["dataloader_config"]
     if configuration is None:
-        configuration = DataLoaderConfiguration(**arguments)
+        configuration = DataLoaderConfiguration(**set_directly)
     elif not isinstance(configuration, DataLoaderConfiguration):
         raise ConfigurationError(
             f"dataloader_config must be a DataLoaderConfiguration of trainkit.utils, not {configuration!r}."
         )
-    elif arguments:
-        raise ConfigurationError(f"dataloader_config and {', '.join(arguments)} were given. Give one of them.")
+    elif set_directly:
+        raise ConfigurationError(f"dataloader_config and {', '.join(set_directly)} were given. Give one of them.")
     for name in ("split_batches", "even_batches"):
         if not isinstance(getattr(configuration, name), bool):
             raise ConfigurationError(f"Accelerator({name}=...) must be True or False, not {getattr(configuration, name)!r}.")
@@ -163,9 +170,9 @@ def _loaders(given: Mapping[str, Any]) -> DataLoaderConfiguration:
     return configuration
 
 
-def _steps(given: Mapping[str, Any], settings: Settings, plugin: Plugin | None) -> int:
+def _steps(arguments: Mapping[str, Any], settings: Settings, plugin: Plugin | None) -> int:
     """Micro-batches in an optimizer step: from the argument, its plugin, the strategy's plugin, or the configuration."""
-    steps, accumulation = given["gradient_accumulation_steps"], given["gradient_accumulation_plugin"]
+    steps, accumulation = arguments["gradient_accumulation_steps"], arguments["gradient_accumulation_plugin"]
     if accumulation is not None:
         if not isinstance(accumulation, GradientAccumulationPlugin):
             raise ConfigurationError(
@@ -179,7 +186,7 @@ def _steps(given: Mapping[str, Any], settings: Settings, plugin: Plugin | None) 
     if steps is None:
         claimed = None if plugin is None else plugin.claimed("gradient_accumulation_steps")
         candidates = [claimed, settings.get("gradient_accumulation_steps")]
-        if given["plugin"] is None:  # it is from the settings, where an option takes precedence over the file
+        if arguments["plugin"] is None:  # it is from the settings, where an option takes precedence over the file
             candidates.reverse()
         return next((int(one) for one in candidates if one not in (None, "auto")), 1)
     return check_steps(steps)
@@ -194,8 +201,8 @@ def check_steps(steps: Any) -> int:
     return whole_number(steps, "gradient_accumulation_steps", 1)
 
 
-def _project(given: Mapping[str, Any]) -> ProjectConfiguration:
-    configuration, folder = given["project_config"], given["project_dir"]
+def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
+    configuration, folder = arguments["project_config"], arguments["project_dir"]
     if configuration is None:
         return ProjectConfiguration(project_dir=folder)
     if not isinstance(configuration, ProjectConfiguration):
@@ -209,9 +216,9 @@ def _project(given: Mapping[str, Any]) -> ProjectConfiguration:
     return configuration
 
 
-def _activation_checkpointing(given: Mapping[str, Any], plugin: Plugin | None) -> Any:
+def _activation_checkpointing(arguments: Mapping[str, Any], plugin: Plugin | None) -> Any:
     """The argument, else the option of the plugin; `None`: not set."""
-    chosen = given.get("activation_checkpointing")
+    chosen = arguments.get("activation_checkpointing")
     return plugin.claimed("activation_checkpointing") if chosen is None and plugin is not None else chosen
 
 
@@ -224,67 +231,93 @@ def _listed(value: Any) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ strategy and precision
 
 
+def _check_plugins(arguments: Mapping[str, Any]) -> None:
+    """Check the types of the arguments for plugins, and that only one of them chooses a strategy."""
+    for name, kind in _PLUGINS.items():
+        if arguments[name] is not None and not isinstance(arguments[name], kind):
+            raise ConfigurationError(
+                f"{name} must be a {kind.__name__}, not {arguments[name]!r}: from trainkit.utils import {kind.__name__}"
+            )
+    conflicting = [name for name in ("strategy", "deepspeed_plugin", "fsdp_plugin") if arguments[name] is not None]
+    if arguments["parallelism_config"] is not None and conflicting != ["fsdp_plugin"]:
+        conflicting.append("parallelism_config")
+    if len(conflicting) > 1:
+        raise ConfigurationError(f"{'= and '.join(conflicting)}= were given. Give one of them.")
+
+
+def _plugin(arguments: Mapping[str, Any], settings: Settings) -> Plugin | None:
+    """The options of a strategy that the arguments have; `None` without them."""
+    parallelism: ParallelismConfig | None = arguments["parallelism_config"]
+    plugin: Any = arguments["deepspeed_plugin"] or arguments["fsdp_plugin"]
+    if parallelism is None or not parallelism.is_set:
+        return plugin  # type: ignore[no-any-return]
+    plugin = plugin or settings.plugin()
+    sharded = copy.copy(plugin) if isinstance(plugin, FullyShardedDataParallelPlugin) else FullyShardedDataParallelPlugin()
+    sharded.parallelism = parallelism
+    return sharded
+
+
 def _strategy(
-    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any]
+    arguments: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any]
 ) -> tuple[Strategy, Plugin | None, bool]:
     """The strategy as one of the processes, the plugin that it was created from, and whether a watchdog watches it."""
-    strategy = given["strategy"]
-    wanted = RequestedDevices(_kind(given, settings), as_started=True)
-    place, dtype = _from_settings(given, settings)
-    _precision(given, settings, handlers, masters=False)  # raises for wrong arguments
+    strategy = arguments["strategy"]
+    devices = RequestedDevices(_kind(arguments, settings), as_started=True)
+    place, dtype = _from_settings(arguments, settings)
+    _precision(arguments, settings, handlers, masters=False)  # raises for wrong arguments
     with settings.attribute_errors(*place):
-        created, plugin = _create(given, settings, handlers, wanted)
-    precision = _precision(given, settings, handlers, masters=created.owns_masters, sharded=created.shards_parameters)
+        created, plugin = _create(arguments, settings, handlers, devices)
+    precision = _precision(arguments, settings, handlers, masters=created.owns_masters, sharded=created.shards_parameters)
     watched = isinstance(strategy, str | None) or not created.joined
     with settings.attribute_errors(*dtype, *place):
-        if place and wanted.accelerator == "cuda":
+        if place and devices.accelerator == "cuda":
             find_device("cuda")
         if precision is not None:
             created.check_precision(precision)  # before it joins, which starts collectives
     if not created.joined:
-        created.join(wanted)
+        created.join(devices)
     if precision is not None:
         with settings.attribute_errors(*dtype, *place):
             created.use_precision(precision)
     return created, plugin, watched
 
 
-def _from_settings(given: Mapping[str, Any], settings: Settings) -> tuple[Sequence[str], Sequence[str]]:
+def _from_settings(arguments: Mapping[str, Any], settings: Settings) -> tuple[Sequence[str], Sequence[str]]:
     """The settings that the arguments do not override: where to run, and in which precision. Errors name them."""
-    place = settings.of_place if given["strategy"] is None and given["plugin"] is None else ()
-    dtype = ("mixed_precision",) if given["precision"] is None and given["mixed_precision"] is None else ()
+    place = settings.of_place if arguments["strategy"] is None and arguments["plugin"] is None else ()
+    dtype = ("mixed_precision",) if arguments["precision"] is None and arguments["mixed_precision"] is None else ()
     return place, dtype
 
 
 def _create(
-    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], wanted: RequestedDevices
+    arguments: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], devices: RequestedDevices
 ) -> tuple[Strategy, Plugin | None]:
     """The strategy, and the plugin that it was created from."""
-    strategy, plugin = given["strategy"], given["plugin"]
+    strategy, plugin = arguments["strategy"], arguments["plugin"]
     if strategy is None and plugin is None:
         plugin = settings.plugin()
     if plugin is not None:
-        precision = _precision(given, settings, handlers, masters=True)
+        precision = _precision(arguments, settings, handlers, masters=True)
         short = precision is not None and is_short(precision)
-        passed = given["plugin"] is not None
+        passed = arguments["plugin"] is not None
         without = () if passed else ("gradient_accumulation_steps",)  # arguments take precedence over a file
-        options = plugin.options_for(short, processes(wanted), nodes(wanted), without)
-        created = load_strategy(plugin.strategy)(device=wanted.accelerator, **options, **_common(handlers))
+        options = plugin.options_for(short, processes(devices), nodes(devices), without)
+        created = load_strategy(plugin.strategy)(device=devices.accelerator, **options, **_common(handlers))
         created.configured_by(plugin.source or (type(plugin).__name__ if passed else settings.source))
     elif strategy is None or isinstance(strategy, str):
-        name = choose_strategy(strategy or settings.strategy or "auto", wanted)
-        created = make_strategy(name, **_named(name, wanted, handlers))
+        name = choose_strategy(strategy or settings.strategy or "auto", devices)
+        created = make_strategy(name, **_named(name, devices, handlers))
     else:
         created = make_strategy(strategy)
         refuse_handlers(handlers)
     return created, plugin
 
 
-def _kind(given: Mapping[str, Any], settings: Settings) -> str:
+def _kind(arguments: Mapping[str, Any], settings: Settings) -> str:
     """The kind of device."""
-    if given["cpu"] or settings.get("use_cpu"):
+    if arguments["cpu"] or settings.get("use_cpu"):
         return "cpu"
-    return "cuda" if given["strategy"] is None and settings.get("distributed_type") == "MULTI_GPU" else "auto"
+    return "cuda" if arguments["strategy"] is None and settings.get("distributed_type") == "MULTI_GPU" else "auto"
 
 
 def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
@@ -292,9 +325,9 @@ def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
     return {} if found is None else found.strategy_options()
 
 
-def _named(name: str, wanted: RequestedDevices, handlers: Mapping[Any, Any]) -> dict[str, Any]:
+def _named(name: str, devices: RequestedDevices, handlers: Mapping[Any, Any]) -> dict[str, Any]:
     """The options of a strategy of that name. Handlers for another strategy have no effect: one script runs under several."""
-    options: dict[str, Any] = {"device": wanted.accelerator}
+    options: dict[str, Any] = {"device": devices.accelerator}
     info, connected = find_info(name), handlers.get(InitProcessGroupKwargs)
     if info is None or info.one_device:
         return options
@@ -343,10 +376,10 @@ def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
 
 
 def _precision(
-    given: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], masters: bool, sharded: bool = False
+    arguments: Mapping[str, Any], settings: Settings, handlers: Mapping[Any, Any], masters: bool, sharded: bool = False
 ) -> Precision | str | int | None:
     """The precision; `None`: the strategy's."""
-    precision, mixed = given["precision"], given["mixed_precision"]
+    precision, mixed = arguments["precision"], arguments["mixed_precision"]
     if precision is not None and mixed is not None:
         raise ConfigurationError("precision= and mixed_precision= were given. Give one of them.")
     scaler = handlers.get(GradScalerKwargs)
@@ -374,8 +407,3 @@ def _mixed(name: Any) -> str:
     if name not in MIXED:
         raise ConfigurationError(f"mixed_precision must be one of {', '.join(map(repr, MIXED))}, not {name!r}.")
     return str(name)
-
-
-def mixed_name(precision: Precision) -> str:
-    """Accelerate's name of a precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
-    return next((name for table in (MIXED, OVER_MASTERS) for name in table if table[name] == precision.name), "no")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit.accelerator import Accelerator
-from trainkit.accelerator.compiled import CompiledModules
+from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.callback import Callback
 from trainkit.checkpoint.remote import remote_sync
 from trainkit.console import counted, each_once, notice, user_frames, with_article

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from trainkit.accelerator import Accelerator
-from trainkit.accelerator.compiled import CompiledModules
+from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.errors import ConfigurationError, NotAvailableError
 from trainkit.loggers.logged_values import take_step
 from trainkit.metrics.store import MetricResults, MetricStore, as_tensors

@@ -288,7 +288,6 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
     step = _with_arguments(step_function(run, "training_step"), module, "training_step", ("batch", "batch_idx"))
     optimizer, pad, zero_grad = None, _pad(run, several), _no_zero_grad
     run.optimizers, run.schedulers = _optimizers(run)
-    engine.owners = (module,)
     if not automatic:
         _refuse_under_manual(run)
         if is_overridden(module, "optimizer_step", TrainModule):
@@ -296,9 +295,9 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
                 f"{type(module).__name__}.optimizer_step is not called under manual optimization: training_step makes the "
                 "steps. Move its code there, or remove automatic_optimization = False."
             )
-        engine.before_step = partial(_before_manual_step, run)
-        engine.averages_in_step = several
+        engine.begin_fit(module, partial(_before_manual_step, run))
     else:
+        engine.begin_fit(module)
         optimizer = run.optimizers[0].optimizer if run.optimizers else None
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)

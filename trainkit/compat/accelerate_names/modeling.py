@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.accelerator.current import strategy_of
+from trainkit.accelerator.processes import strategy_of
 from trainkit.accelerator.wrapped import Wrapped, unwrapped
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.plain_files import read_tensors

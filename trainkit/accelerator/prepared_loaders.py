@@ -1,48 +1,146 @@
-"""Which prepared loader your own training loop is reading, and how many samples of its current batch count."""
+"""Loaders of your own training loop: which are prepared, and which of them the loop is reading."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from trainkit.accelerator.accumulation import AccumulationState, CallWindow, Place, Snapshot
-from trainkit.accelerator.skipping import SkippedLoader
+from trainkit.accelerator.gradients import AccumulationState, CallWindow, Place, Snapshot
+from trainkit.checks import whole_number
 from trainkit.console import warn, with_article
+from trainkit.data.assembling import BatchPadding
 from trainkit.data.combined import CombinedLoader, batch_size_of, is_plain_list
+from trainkit.data.loader import PreparedLoader
 from trainkit.data.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
+from trainkit.data.splitting import split_batches
 from trainkit.errors import ConfigurationError
 from trainkit.nested import batch_size, copied
+from trainkit.rng import Stage, resolve_seed
 
 if TYPE_CHECKING:
-    from trainkit.data.loader import PreparedLoader
+    from trainkit.accelerator.options import Options
 
-__all__ = ["Reading", "prepared_as_loader"]
+__all__ = ["OpenLoaders", "PreparedLoaders", "SkippedLoader", "is_loader", "skip_first_batches"]
 
 _CHECKED = 16  # number of items of a list to check: it may be a long list of batches, or a list of objects to prepare
 
 
+class LoaderSource(NamedTuple):
+    """What is read of a loader that was passed to `prepare`.
+
+    Attributes:
+        loader: The loader to read.
+        limit: Number of its micro-batches to use; `None`: all.
+        skipped: Number of batches of its next epoch to skip.
+    """
+
+    loader: Any
+    limit: int | None
+    skipped: int
+
+
+class PreparedLoaders:
+    """Prepares loaders: each process reads its share of them, in an order that depends on the seed and the epoch.
+
+    Args:
+        options: The options of the accelerator.
+        accumulation: The accumulation window.
+        prepared: The prepared loaders, in the order in which they were prepared.
+    """
+
+    def __init__(self, options: Options, accumulation: AccumulationState, prepared: list[PreparedLoader]) -> None:
+        self._options, self._strategy = options, options.strategy
+        self._accumulation, self._prepared = accumulation, prepared
+        self._seed: int | None = None
+        self.padding: BatchPadding | None = None  # of the first loader
+
+    @property
+    def seed(self) -> int:
+        """See `Accelerator.seed`."""
+        if self._seed is None:
+            self._seed = int(self._strategy.world.from_main(resolve_seed(None)))
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def source(self, loader: Any) -> LoaderSource:
+        """What is read of a loader of the user's; refuses one that the strategy cannot use."""
+        skipped = 0
+        if isinstance(loader, SkippedLoader):
+            skipped = loader.skipped
+            loader = loader.loader
+        limit = None
+        if self._options.split_batches:
+            loader, limit = split_batches(loader, self._strategy.world_size)
+        if not self._prepared:  # the first one is what is trained on
+            self._strategy.check_batches(batch_size_of(loader), self._accumulation.size)
+        return LoaderSource(loader, limit, skipped)
+
+    def prepare(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
+        """See `Accelerator.prepare_loader`."""
+        batch_padding, strategy = None, self._strategy
+        if strategy.pad_last_batch and window and not options.get("index"):  # the first one is what is trained on
+            batch_padding = BatchPadding.of(loader, batch_size_of(loader), strategy.data_world.devices, strategy.move)
+            self.padding = batch_padding
+        prepared = PreparedLoader(
+            loader,
+            device=strategy.device,
+            generators=strategy.generators(),
+            window=self._accumulation.size if window else None,
+            world=strategy.data_world,
+            ahead=strategy.ahead,
+            filled=batch_padding,
+            **{"seed": self.seed, "stage": Stage.TRAIN, **options},
+        )
+        self._prepared.append(prepared)
+        return prepared
+
+    def prepare_source(self, original: Any, source: LoaderSource, placed: bool, **options: Any) -> PreparedLoader:
+        """Prepare a loader of your own training loop; `original` is the object that was passed to `prepare`."""
+        if not placed:
+            options["transfer"] = lambda batch, micro: batch
+        # Loaders that are read at the same time must not have the same order and the same augmentation.
+        pads = self._options.even_batches or self._strategy.shards_parameters
+        prepared = self.prepare(source.loader, window=True, index=len(self._prepared), pads=pads, **options)
+        prepared.micro_limit = source.limit
+        prepared.given_source = original
+        if source.skipped:
+            prepared.start_at(source.skipped)
+        return prepared
+
+    def release(self, loader: PreparedLoader) -> None:
+        """See `Accelerator.release_loader`."""
+        loader.close()
+        self._prepared[:] = [other for other in self._prepared if other is not loader]
+
+    def clear(self) -> None:
+        """Forget the padding of the first loader, which has been released."""
+        self.padding = None
+
+    @contextmanager
+    def padded(self, even: bool) -> Iterator[None]:
+        """Within it, loaders that are started have the same number of batches on all processes if `even`."""
+        before = [(loader, loader.pads) for loader in self._prepared]
+        for loader in self._prepared:
+            loader.pads = even or self._strategy.shards_parameters
+        try:
+            yield
+        finally:
+            for loader, pads in before:
+                loader.pads = pads
+
+
 class _OpenLoader:
     """A loader with its current batch, and the accumulation state from before it was read."""
-
-    __slots__ = (
-        "ahead",
-        "batch",
-        "before",
-        "full",
-        "index",
-        "loader",
-        "number",
-        "padding",
-        "place",
-        "weights_differ",
-        "worked",
-    )
 
     def __init__(self, loader: PreparedLoader, before: Snapshot, number: int, devices: int) -> None:
         self.loader, self.before, self.number = loader, before, number
@@ -57,26 +155,32 @@ class _OpenLoader:
         self.padding = False
 
 
-class Reading:
+class OpenLoaders:
     """The loaders that are being read, one inside the other, as an evaluation is inside an epoch.
 
     Args:
-        accumulation: the accelerator's; each loader changes it, and restores it for the outer loader when it ends.
-        models: the user's; while none of them is in training mode, an evaluation is running.
-        devices: number of devices of a process: its batch is the concatenation of a micro-batch for each.
+        accumulation: Each loader changes it, and restores it for the outer loader when it ends.
+        models: The user's models; while none of them is in training mode, an evaluation is running.
+        devices: Number of devices of a process: its batch is the concatenation of a micro-batch for each.
+        end_late: Called with each window of calls that is open where its loader ends.
+        begin_epoch: Called where the loop begins to read a loader.
 
     Attributes:
-        loaded: a checkpoint has been loaded since the last backward pass, so the loop may skip batches by reading them.
-        end_late: called with each window of calls that is open where its loader ends.
-        begin_epoch: called where the loop begins to read a loader.
+        loaded: A checkpoint has been loaded since the last backward pass, so the loop may skip batches by reading them.
     """
 
-    end_late: Callable[[CallWindow], None] | None = None
-    begin_epoch: Callable[[], None] | None = None
-
-    def __init__(self, accumulation: AccumulationState, models: Sequence[nn.Module], devices: int = 1) -> None:
+    def __init__(
+        self,
+        accumulation: AccumulationState,
+        models: Sequence[nn.Module],
+        devices: int,
+        end_late: Callable[[CallWindow], None],
+        begin_epoch: Callable[[], None],
+    ) -> None:
         self._accumulation, self._models, self._devices = accumulation, models, devices
-        self._numbers, self.loaded = count(), False
+        self._end_late, self._begin_epoch = end_late, begin_epoch
+        self._numbers = count()
+        self.loaded = False
         self._places: list[_OpenLoader] = []  # the one that has yielded a batch last is the last
         # of each loader: what accumulate had entered when it yielded a batch, and the index with which that window begins
         self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
@@ -95,8 +199,7 @@ class Reading:
         self._marks.pop(loader, None)
         if loader.length == 0:
             warn(f"this loader has no batch: {loader.why_empty()}. Nothing is read in this epoch.")
-        if self.begin_epoch is not None:
-            self.begin_epoch()
+        self._begin_epoch()
         return self._batches(loader, micro_batches)
 
     def completed(self, loader: PreparedLoader) -> int:
@@ -144,9 +247,8 @@ class Reading:
             loader.exhausted = True
             if loader.window is None:
                 loader.end_epoch()
-            if self.end_late is not None:
-                for window in state.ending(id(loader)):
-                    self.end_late(window)
+            for window in state.ending(id(loader)):
+                self._end_late(window)
             state.end_loader()
         finally:
             self._end(place)
@@ -218,11 +320,6 @@ class Reading:
             )
 
     @property
-    def active(self) -> bool:
-        """Whether a loader is being read."""
-        return bool(self._places)
-
-    @property
     def samples(self) -> int | None:
         """Number of samples of the micro-batch that was read last; `None`: no loader is being read."""
         return batch_size(self._places[-1].batch) if self._places else None
@@ -247,17 +344,13 @@ class Reading:
         return self._places[-1].full if self._places else None
 
 
-def prepared_as_loader(item: Any, place: int) -> bool:
-    """Whether it is a loader, and not a model, an optimizer, a scheduler or `None`.
-
-    Raises:
-        ConfigurationError: It is none of these.
-    """
+def is_loader(item: Any, place: int) -> bool:
+    """Whether argument `place` of `prepare` is a loader; refuses what is no model, optimizer, scheduler or `None` either."""
     if item is None or isinstance(item, nn.Module | Optimizer) or (hasattr(item, "step") and hasattr(item, "state_dict")):
         return False
     first = islice(item, _CHECKED) if is_plain_list(item) else ()
-    several = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
-    if several or isinstance(item, str | bytes | Mapping):
+    lists_objects = any(isinstance(one, nn.Module | Optimizer | DataLoader) for one in first)
+    if lists_objects or isinstance(item, str | bytes | Mapping):
         raise ConfigurationError(
             f"prepare: argument {place} is {with_article(type(item).__name__)}. Pass the objects one by one: prepare(model, "
             "optimizer, loader). To read several loaders together, pass a CombinedLoader."
@@ -268,3 +361,42 @@ def prepared_as_loader(item: Any, place: int) -> bool:
         f"prepare: argument {place} is {with_article(type(item).__name__)}; expected a model, an optimizer, a loader "
         "or a scheduler."
     )
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """Return a loader that skips the first batches of its epochs, to resume in the middle of an epoch.
+
+    A prepared loader does not fetch the samples of a map-style dataset that it skips. After
+    `accelerator.load_state(folder)` count the batches from the start of the checkpoint's epoch. `load_state(folder,
+    resume_loaders=True)` needs no skipping.
+
+    Args:
+        dataloader: The loader, prepared or not.
+        num_batches: Number of batches of this process to skip.
+
+    Raises:
+        ConfigurationError: The number is not an integer ≥ 0.
+    """
+    return SkippedLoader(dataloader, num_batches)
+
+
+class SkippedLoader:
+    """A loader without the first `skipped` batches of its epochs; other attributes are those of the loader."""
+
+    def __init__(self, loader: Any, skipped: int) -> None:
+        fix = "skip_first_batches(loader, num_batches=100)"
+        self.loader, self.skipped = loader, whole_number(skipped, "skip_first_batches: num_batches", fix=fix)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.skipped)
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.loader, PreparedLoader):
+            self.loader.start_at(self.skipped)
+            return iter(self.loader)
+        return islice(iter(self.loader), self.skipped, None)

@@ -1,0 +1,312 @@
+"""What `Accelerator.prepare` makes of a model: wrapped by the strategy, run under the precision, compiled in place."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import update_wrapper
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainkit.config.compiling import Compilation, refuse_compiled
+from trainkit.data.loader import PreparedLoader
+from trainkit.errors import ConfigurationError
+from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
+from trainkit.module.blocks import chosen_modules, repeated_blocks
+from trainkit.nested import map_tensors
+from trainkit.optim.prepared_optimizer import PreparedOptimizer
+from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.precision import Precision
+from trainkit.strategy import Strategy
+
+if TYPE_CHECKING:
+    from trainkit.accelerator.options import Options
+
+__all__ = [
+    "CompiledModules",
+    "PrecisionWrapper",
+    "PreparedModels",
+    "PreparedObjects",
+    "Wrapped",
+    "compiled_parts",
+    "described_parts",
+    "unwrap",
+    "user_model",
+]
+
+
+class Wrapped(nn.Module):
+    """A wrapper with the state, the names and the attributes of the model in it.
+
+    Attributes:
+        module: the user's.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        copied: nn.Module = copy.deepcopy(self.module, memo)
+        return copied  # for example for an average of weights, which is not trained itself
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def unwrap(model: nn.Module, inside: Callable[[nn.Module], nn.Module], keep_compiled: bool = False) -> nn.Module:
+    """The innermost model.
+
+    Args:
+        model: wrapped or not.
+        inside: what is inside a model, or the model itself.
+        keep_compiled: if the innermost one was compiled, return what `torch.compile` returned.
+    """
+    inner = inside(model)
+    if inner is model:
+        return model
+    found = unwrap(inner, inside, keep_compiled)
+    return model if keep_compiled and found is inner and isinstance(model, torch._dynamo.OptimizedModule) else found
+
+
+class PrecisionWrapper(Wrapped):
+    """A model whose forward runs under the precision, for loops that call the model themselves.
+
+    Mixed precision gives float32 outputs, so that a loss computed outside autocast is not computed in half precision; within
+    `accelerator.autocast()` outputs are as autocast makes them.
+
+    Args:
+        module: the user's, or what a strategy has wrapped around it.
+        precision: that of the run.
+        autocast: options of `torch.autocast` in a mixed precision: `enabled`, `cache_enabled`.
+    """
+
+    def __init__(self, module: nn.Module, precision: Precision, **autocast: Any) -> None:
+        super().__init__(module)
+        self._precision, self._autocast = precision, autocast
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        precision = self._precision
+        # under accelerator.autocast() the loss is computed in autocast too, as in a Trainer
+        within = torch.is_autocast_enabled(precision.device_type)
+        with precision.forward_context(**self._autocast):
+            outputs = self.module(*precision.convert_input(args), **precision.convert_input(kwargs))
+        if precision.autocast_dtype is None or within:
+            return outputs
+        return map_tensors(outputs, lambda t: t.float() if t.dtype is precision.autocast_dtype else t)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return PrecisionWrapper(copy.deepcopy(self.module, memo), self._precision, **self._autocast)
+
+
+def user_model(model: nn.Module, strategy: Strategy, keep_compiled: bool = False) -> nn.Module:
+    """The user's model, without the wrappers of `prepare` and `torch.compile`.
+
+    Args:
+        model: prepared or not.
+        strategy: which has wrapped it.
+        keep_compiled: of a compiled model, return what `torch.compile` returned.
+    """
+
+    def inside(outer: nn.Module) -> nn.Module:
+        return outer.module if isinstance(outer, PrecisionWrapper) else strategy.unwrap(outer)
+
+    return unwrap(model, inside, keep_compiled)
+
+
+@dataclass
+class PreparedObjects:
+    """The objects that were passed to `prepare`, in that order.
+
+    Attributes:
+        models: The user's own, without wrappers.
+    """
+
+    models: list[nn.Module] = field(default_factory=list)
+    optimizers: list[PreparedOptimizer] = field(default_factory=list)
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+    loaders: list[PreparedLoader] = field(default_factory=list)
+
+    @property
+    def torch_optimizers(self) -> list[Optimizer]:
+        """The optimizers, as torch's objects."""
+        return [prepared.optimizer for prepared in self.optimizers]
+
+    def clear(self) -> None:
+        """Release all of them."""
+        for objects in (self.models, self.optimizers, self.schedulers, self.loaders):
+            objects.clear()
+
+
+class PreparedModels:
+    """Prepares models: recomputes their activations, compiles and wraps them, and runs them under the precision.
+
+    Attributes:
+        originals: The user's own, without wrappers.
+        wrapped: As the strategy has wrapped them.
+        returned: What `prepare` has returned, by id.
+        recomputed: The modules whose activations are recomputed.
+        compiled: The modules that are compiled.
+    """
+
+    def __init__(self, options: Options, originals: list[nn.Module]) -> None:
+        self._options, self._strategy = options, options.strategy
+        self.originals = originals
+        self.wrapped: list[nn.Module] = []
+        self.returned: dict[int, nn.Module] = {}
+        self.recomputed: list[CheckpointedModules] = []
+        self.compiled = CompiledModules()
+
+    def prepare(self, model: nn.Module, evaluation: bool) -> nn.Module:
+        """Prepare a model; with `evaluation` it is not trained, and no wrapper exchanges gradients."""
+        options, strategy = self._options, self._strategy
+        if options.activation_checkpointing is not None and not evaluation:  # before it is compiled, wrapped or sharded
+            self.recomputed.append(checkpoint_activations(user_model(model, strategy), options.activation_checkpointing))
+        if options.compile is not None:
+            self.compiled.add(model, options.compile, strategy)
+        wrapped = strategy.prepare_module(model)
+        wrapped = wrapped if evaluation else strategy.wrap(wrapped)
+        self.wrapped.append(wrapped)
+        self.originals.append(user_model(wrapped, strategy))
+        autocast = {} if options.autocast is None else vars(options.autocast)
+        returned = wrapped if strategy.precision.plain else PrecisionWrapper(wrapped, strategy.precision, **autocast)
+        self.returned[id(returned)] = returned
+        return returned
+
+    def check(self, verb: str, model: Any) -> None:
+        """Refuse a model that was not prepared."""
+        if not isinstance(model, nn.Module) or all(user_model(model, self._strategy) is not one for one in self.originals):
+            raise ConfigurationError(
+                f"{verb}: {type(model).__name__} has not been prepared. Pass what prepare returned: model = "
+                "accelerator.prepare(model)"
+            )
+
+    def check_device(self, model: nn.Module) -> None:
+        """Refuse a model that is not moved and has parameters on another device."""
+        elsewhere = {p.device for p in model.parameters()} - {self._strategy.device}
+        if elsewhere and not self._strategy.placement(model):
+            raise ConfigurationError(
+                f"device_placement=False, but the model has parameters on {elsewhere.pop()}, and the device of this process is "
+                f"{self._strategy.device}. Move the model: model.to(accelerator.device); or remove device_placement."
+            )
+
+    def clear(self) -> None:
+        """Release all models."""
+        for models in (self.originals, self.wrapped, self.returned):
+            models.clear()
+
+
+class CompiledModules:
+    """Modules that `add` compiles in place, so that their names and types stay. `undo` ends it: the modules are the user's.
+
+    It compiles `forward`, and not the call as `nn.Module.compile` does, which compiles nothing of torch's own layers: a
+    `nn.TransformerEncoderLayer` would run as it is, silently. Hooks of a module run outside of its compiled code.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+
+    def add(self, model: nn.Module, compilation: Compilation, strategy: Strategy) -> None:
+        """Compile the blocks of a model, or the whole model. What the user has compiled stays as it is.
+
+        Raises:
+            ConfigurationError: See `compiled_parts`.
+        """
+        if not _is_compiled(model):
+            self.compile(compiled_parts(model, compilation, strategy) or {"": model}, compilation)
+
+    def compile(self, modules: dict[str, nn.Module], compilation: Compilation) -> None:
+        """Compile these modules, each by itself. What the user has compiled stays as it is."""
+        for module in modules.values():
+            if not _is_compiled(module):
+                module.forward = _CompiledForward(module.forward, compilation)
+                self._modules.append(module)
+
+    def undo(self) -> None:
+        """Let the modules run without `torch.compile` again."""
+        while self._modules:
+            module = self._modules.pop()
+            compiled = vars(module).get("forward")
+            if not isinstance(compiled, _CompiledForward):
+                continue  # the user has assigned another one since
+            del module.forward
+            if getattr(compiled.replaced, "__self__", None) is not module:  # the user had assigned a function
+                module.forward = compiled.replaced
+
+
+class _CompiledForward:
+    """Replaces the `forward` of a module. A copy of the module, or one that is unpickled, has the original `forward`."""
+
+    def __init__(self, forward: Callable[..., Any], compilation: Compilation) -> None:
+        self.replaced = forward
+        self._compiled = torch.compile(forward, **compilation.options)
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.replaced,)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether it is compiled here, comes from `torch.compile(module)`, or `module.compile()` was called.
+
+    Torch has no public query.
+    """
+    ours = isinstance(vars(module).get("forward"), _CompiledForward)
+    return ours or isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+
+
+def compiled_parts(model: nn.Module, compilation: Compilation, strategy: Strategy) -> dict[str, nn.Module]:
+    """The modules that are compiled by themselves: dotted name → module. Empty: the whole is compiled.
+
+    Raises:
+        ConfigurationError: The user asks for repeated blocks, and the model has none.
+        UnknownNameError: A name that the user has given matches no module.
+        UnsupportedArgumentError: The whole would be compiled, which the strategy does not support.
+    """
+    if compilation.modules is not None:
+        return chosen_modules(model, compilation.modules, "compile['modules']")
+    if compilation.regional is False:
+        return {}
+    found = repeated_blocks(model)
+    if compilation.regional and not found:
+        raise ConfigurationError(
+            f"{compilation.source}: {type(model).__name__} has no repeated blocks. Expected an nn.ModuleList or nn.Sequential "
+            "with two or more modules of one class, which have submodules. Compile the whole: compile='whole'; or name the "
+            "modules: compile={'modules': 'Encoder'}"
+        )
+    if not found and not strategy.compiles:
+        refuse_compiled(compilation, strategy, whole=True)
+    return found
+
+
+def described_parts(parts: dict[str, nn.Module], whole: str) -> str:
+    """What is compiled, in words: `12 × Block`, or `whole` if there are no parts."""
+    counts = Counter(type(module).__name__ for module in parts.values())
+    return ", ".join(f"{count} × {name}" for name, count in counts.items()) or whole
