@@ -202,7 +202,7 @@ class Accelerator:
             end_late=self._end_late,
             begin_epoch=self._step_checks.checked.clear,
         )
-        self._gathering = Gathering(strategy, self.collective_checks, self.open_loaders)
+        self._gathering = Gathering(strategy, self.open_loaders)
         self._triggered = False
         self._numbered = NumberedCheckpoints(options.project, strategy.world)
         self._checkpointing = Checkpointing(strategy, self._numbered, self._prepared, options.resume_loaders)

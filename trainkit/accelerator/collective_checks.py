@@ -39,13 +39,12 @@ class CollectiveChecks:
     """Compares the calls of verbs that all processes must call in the same order, before they are carried out.
 
     The comparison uses the connection between the processes and no collective, so it has no timeout. A process that waits for
-    one that will never come finds out: it regularly asks the others what they are doing.
-
-    Args:
-        world: the processes.
+    one that will never come finds out: it regularly asks the others what they are doing. Each method that waits raises a
+    `CollectiveError` if another process has called another verb, waits for this one, or has ended, and a `ProcessFailedError`
+    if another process has failed.
 
     Attributes:
-        debug: compare also the places of the calls, and the tensors of `compare`.
+        debug: Compare also the places of the calls, and the tensors of `compare`.
     """
 
     def __init__(self, world: World) -> None:
@@ -60,29 +59,15 @@ class CollectiveChecks:
         """The one object of these processes."""
         if world.collective_checks is None:
             world.collective_checks = cls(world)
-        found: CollectiveChecks = world.collective_checks
-        return found
+        checks: CollectiveChecks = world.collective_checks
+        return checks
 
     def wait(self, verb: str) -> None:
-        """Wait until all processes have called a verb.
-
-        Raises:
-            CollectiveError: another process has called another verb, waits for this one, or has ended.
-            ProcessFailedError: another process has failed.
-        """
+        """Wait until all processes have called a verb."""
         self.exchange(verb)
 
     def enter_run(self, stage: str, enter: Callable[[], None]) -> None:
-        """Enter a run of a `Trainer`.
-
-        Args:
-            stage: the verb, such as "fit".
-            enter: enters it; raises a `ProcessFailedError` if another rank has exited.
-
-        Raises:
-            CollectiveError: the script of another rank has ended.
-            ProcessFailedError: another process has failed.
-        """
+        """Enter a run of a `Trainer` by `enter`, which raises a `ProcessFailedError` if another rank has exited."""
         self._mine = f"trainer.{stage}", find_call(sys._getframe())[1]
         try:
             enter()
@@ -94,10 +79,6 @@ class CollectiveChecks:
 
         No rank is in a collective here, so all continue to count from the same number: after an earlier run that failed, the
         numbers may differ.
-
-        Raises:
-            CollectiveError: as for `wait`.
-            ProcessFailedError: as for `wait`.
         """
         if self._world.size > 1:
             calls = self._exchanged_calls(f"trainer.{stage}", None)
@@ -105,29 +86,12 @@ class CollectiveChecks:
             self._collectives.begun = max(begun for _, _, begun, _ in calls)
 
     def end_epoch(self, hook: Callable[..., Any]) -> None:
-        """Wait until all ranks end the training epoch because `on_train_batch_start` has returned -1.
-
-        Args:
-            hook: the one that has returned it here.
-
-        Raises:
-            CollectiveError: as for `wait`: not all of them do.
-            ProcessFailedError: as for `wait`.
-        """
+        """Wait until all ranks end the training epoch because `hook`, `on_train_batch_start`, has returned -1."""
         if self._world.size > 1:
             self._check_same(self._exchanged_calls(_ENDING, None, _defined(hook)))
 
     def exchange(self, verb: str, value: Any = None) -> list[Any]:
-        """The values that the processes pass with a verb, in the order of their ranks.
-
-        Args:
-            verb: what the user has called.
-            value: JSON.
-
-        Raises:
-            CollectiveError: as for `wait`.
-            ProcessFailedError: as for `wait`.
-        """
+        """The values (JSON) that the processes pass with a verb, in the order of their ranks."""
         if self._world.size == 1:
             return [value]
         calls = self._exchanged_calls(verb, value)
@@ -152,13 +116,7 @@ class CollectiveChecks:
     def compare(self, verb: str, what: str | None = None) -> None:
         """In debug mode, check that all processes call a collective in the same place with the same tensors.
 
-        Args:
-            verb: what the user has called.
-            what: the tensors that go into it, described; `None`: this process has none.
-
-        Raises:
-            CollectiveError: they do not.
-            ProcessFailedError: as for `wait`.
+        `what` describes the tensors that go into it; `None`: this process has none.
         """
         self._collectives.in_forward()  # forgets a forward that Ctrl-C has interrupted
         if not self.debug or self._collectives.depth:  # inside a collective, only the outer call is compared
@@ -172,10 +130,7 @@ class CollectiveChecks:
         """Before each forward of a model with sharded parameters, which gathers them, wait until all processes run it.
 
         A forward that records gradients is a part of a step, and is only noted. A submodule that is called by itself, such as
-        the encoder in a generation, is such a forward too.
-
-        Returns:
-            A function that ends it.
+        the encoder in a generation, is such a forward too. Returns a function that ends it.
         """
         collectives = self._collectives
 
@@ -210,9 +165,8 @@ class CollectiveChecks:
     def _check_others(self) -> None:
         """Check that no other process waits for this one.
 
-        Raises:
-            CollectiveError: one waits for this process in a collective; or it has begun more collectives at two checks in a
-                row, as a rank does that waits for its device.
+        One does if it is in a collective; or if it has begun more collectives at two checks in a row, as a rank does that
+        waits for its device.
         """
         channel, collectives = self._world.channel, self._collectives
         assert channel is not None
@@ -242,8 +196,8 @@ class CollectiveChecks:
 
     def _refuse(self, error: ProcessFailedError) -> NoReturn:
         """Raise an error that names the verb and its place, instead of one about a missing process."""
-        found = self._named_error(error)
-        raise found from (None if isinstance(found, CollectiveError) else error)
+        named = self._named_error(error)
+        raise named from (None if isinstance(named, CollectiveError) else error)
 
     def _named_error(self, error: ProcessFailedError) -> Exception:
         """The error with the verb and its place. If the script of another process has just ended, that is not a failure."""

@@ -57,22 +57,22 @@ class Options:
     """The options of an `Accelerator`.
 
     Attributes:
-        strategy: as one of the processes, with its precision.
-        steps: micro-batches in an optimizer step.
-        split_batches: a loader's `batch_size` is that of all processes together.
-        even_batches: all processes get the same number of batches.
-        resume_loaders: `load_state` continues loaders where they were, by default.
-        step_scheduler_with_optimizer: a scheduler advances with each optimizer step, once for each process.
-        device_placement: models, optimizers and batches are put on the device.
-        project: where the loop writes.
-        log_with: trackers, as they were given.
-        autocast: of `trainkit.Accelerator.autocast`.
-        profile: of `trainkit.Accelerator.profile`.
-        compile: how models are compiled; `None`: they are not compiled.
-        activation_checkpointing: whose activations are recomputed; `None`: nothing's.
-        plugin: the options of the strategy, as the argument for a plugin or the configuration gives them.
-        debug: the calls of all processes are compared.
-        watched: the process ends when another one fails.
+        strategy: The strategy, with its precision; this process has joined the others.
+        steps: Number of micro-batches in an optimizer step.
+        split_batches: The `batch_size` of a loader is that of all processes together.
+        even_batches: All processes get the same number of batches.
+        resume_loaders: `load_state` continues loaders at their positions, by default.
+        step_scheduler_with_optimizer: A scheduler advances with each optimizer step, once for each process.
+        device_placement: Models, optimizers and batches are moved to the device.
+        project: The folder that the loop writes to, and how checkpoints are named.
+        log_with: The trackers.
+        autocast: The options of `Accelerator.autocast`.
+        profile: The options of `Accelerator.profile`.
+        compile: How models are compiled; `None`: they are not.
+        activation_checkpointing: The modules whose activations are recomputed; `None`: none.
+        plugin: The options of the strategy, from an argument or the configuration.
+        debug: The calls of all processes are compared.
+        watched: The process ends when another one fails.
     """
 
     strategy: Strategy
@@ -94,11 +94,7 @@ class Options:
 
 
 def resolve(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
-    """The options, for arguments of `Accelerator` by name.
-
-    Raises:
-        ConfigurationError: an argument that is wrong, unknown, not supported or contradicts another.
-    """
+    """The options, for arguments of `Accelerator` by name."""
     refuse_unknown("Accelerator", unknown, arguments)
     _refuse_unsupported(arguments)
     settings = inherited_settings()
@@ -193,11 +189,7 @@ def _steps(arguments: Mapping[str, Any], settings: Settings, plugin: Plugin | No
 
 
 def check_steps(steps: Any) -> int:
-    """Micro-batches in an optimizer step.
-
-    Raises:
-        ConfigurationError: not an integer ≥ 1.
-    """
+    """Refuse a number of micro-batches in an optimizer step that is not an integer ≥ 1."""
     return whole_number(steps, "gradient_accumulation_steps", 1)
 
 
@@ -309,7 +301,7 @@ def _create(
         created = make_strategy(name, **_named(name, devices, handlers))
     else:
         created = make_strategy(strategy)
-        refuse_handlers(handlers)
+        _refuse_handlers(handlers)
     return created, plugin
 
 
@@ -321,8 +313,8 @@ def _kind(arguments: Mapping[str, Any], settings: Settings) -> str:
 
 
 def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
-    found = handlers.get(InitProcessGroupKwargs)
-    return {} if found is None else found.strategy_options()
+    handler = handlers.get(InitProcessGroupKwargs)
+    return {} if handler is None else handler.strategy_options()
 
 
 def _named(name: str, devices: RequestedDevices, handlers: Mapping[Any, Any]) -> dict[str, Any]:
@@ -346,11 +338,7 @@ def _named(name: str, devices: RequestedDevices, handlers: Mapping[Any, Any]) ->
 
 
 def _check_accepted(name: str, kind: type, options: Mapping[str, Any]) -> None:
-    """Check that a strategy has the options of `InitProcessGroupKwargs`.
-
-    Raises:
-        ConfigurationError: it does not have one of them.
-    """
+    """Check that a strategy has the options of `InitProcessGroupKwargs`."""
     for option, value in options.items():
         if not accepts_keyword(kind, option):
             argument = "backend" if option == "process_group_backend" else option
@@ -361,12 +349,8 @@ def _check_accepted(name: str, kind: type, options: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_handlers(handlers: Mapping[Any, Any]) -> None:
-    """Refuse options for a strategy that the user has created.
-
-    Raises:
-        ConfigurationError: there are some.
-    """
+def _refuse_handlers(handlers: Mapping[Any, Any]) -> None:
+    """Refuse options for a strategy that the user has created."""
     for kind in (DistributedDataParallelKwargs, InitProcessGroupKwargs):
         if kind in handlers:
             raise ConfigurationError(

@@ -300,11 +300,7 @@ class OpenLoaders:
             min(later, key=lambda other: other.number).before = place.before
 
     def working(self) -> None:
-        """The loop works on the batch that was read last.
-
-        Raises:
-            ConfigurationError: it is unclear which batch that is, because several were read.
-        """
+        """The loop works on the batch that was read last; refuses that if it is unclear which one that is."""
         if not self._places:
             return
         place = self._places[-1]

@@ -41,11 +41,7 @@ __all__ = [
 
 
 class Wrapped(nn.Module):
-    """A wrapper with the state, the names and the attributes of the model in it.
-
-    Attributes:
-        module: the user's.
-    """
+    """A wrapper, used like the user's model `module` in it: it has its state, names and attributes."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -75,12 +71,9 @@ class Wrapped(nn.Module):
 
 
 def unwrap(model: nn.Module, inside: Callable[[nn.Module], nn.Module], keep_compiled: bool = False) -> nn.Module:
-    """The innermost model.
+    """The innermost model, where `inside(model)` is what is inside a model, or the model itself.
 
-    Args:
-        model: wrapped or not.
-        inside: what is inside a model, or the model itself.
-        keep_compiled: if the innermost one was compiled, return what `torch.compile` returned.
+    With `keep_compiled` it is what `torch.compile` has returned for the innermost one.
     """
     inner = inside(model)
     if inner is model:
@@ -96,9 +89,9 @@ class PrecisionWrapper(Wrapped):
     `accelerator.autocast()` outputs are as autocast makes them.
 
     Args:
-        module: the user's, or what a strategy has wrapped around it.
-        precision: that of the run.
-        autocast: options of `torch.autocast` in a mixed precision: `enabled`, `cache_enabled`.
+        module: The user's model, or what a strategy has wrapped around it.
+        precision: The precision of the run.
+        autocast: Options of `torch.autocast` in a mixed precision: `enabled`, `cache_enabled`.
     """
 
     def __init__(self, module: nn.Module, precision: Precision, **autocast: Any) -> None:
@@ -120,13 +113,7 @@ class PrecisionWrapper(Wrapped):
 
 
 def user_model(model: nn.Module, strategy: Strategy, keep_compiled: bool = False) -> nn.Module:
-    """The user's model, without the wrappers of `prepare` and `torch.compile`.
-
-    Args:
-        model: prepared or not.
-        strategy: which has wrapped it.
-        keep_compiled: of a compiled model, return what `torch.compile` returned.
-    """
+    """The user's model, prepared or not, without the wrappers of `prepare` and `torch.compile`; see `unwrap`."""
 
     def inside(outer: nn.Module) -> nn.Module:
         return outer.module if isinstance(outer, PrecisionWrapper) else strategy.unwrap(outer)

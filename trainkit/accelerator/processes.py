@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AcceleratorState",
-    "CurrentBatch",
     "Gathering",
     "gathering",
     "latest",
@@ -50,6 +50,7 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REDUCTIONS = ("sum", "mean", "max", "none")
+_NO_BATCH = SimpleNamespace(samples=None, padding=False, padded=None, full=None)
 
 
 @dataclass(frozen=True)
@@ -173,45 +174,18 @@ def _on_device(part: Any, device: torch.device) -> Any:
 # ------------------------------------------------------------------------------------------ exchange
 
 
-class CurrentBatch(Protocol):
-    """The batch that the loop has read last."""
-
-    @property
-    def samples(self) -> int | None:
-        """Number of its samples; `None`: no prepared loader is being read."""
-
-    @property
-    def padding(self) -> bool:
-        """Whether it is padding: its outputs are ignored."""
-
-    @property
-    def padded(self) -> tuple[int, int] | None:
-        """Its rows and its samples, if it was padded to the size of the others; otherwise `None`."""
-
-    @property
-    def full(self) -> int | None:
-        """Number of samples of a full batch; `None`: unknown."""
-
-
-class _NoBatch:
-    """Stands for the batch where no prepared loader is being read."""
-
-    samples, padding, padded, full = None, False, None, None
-
-
 class Gathering:
     """Gathers, reduces, pads and broadcasts. All processes call each method, in the same order.
 
     Args:
-        strategy: knows the processes and exchanges tensors.
-        checks: compares what the processes call; default: those of `strategy.world`.
-        batch: the batch that the loop has read last; default: none.
+        strategy: The strategy of the run.
+        batch: The batch that the loop has read last, such as an `OpenLoaders`. Default: none.
     """
 
-    def __init__(self, strategy: Strategy, checks: CollectiveChecks | None = None, batch: CurrentBatch | None = None) -> None:
+    def __init__(self, strategy: Strategy, batch: Any = _NO_BATCH) -> None:
         self._strategy = strategy
-        self._checks = CollectiveChecks.of(strategy.world) if checks is None else checks
-        self._batch: CurrentBatch = _NoBatch() if batch is None else batch
+        self._checks = CollectiveChecks.of(strategy.world)
+        self._batch = batch
         self._notified: set[str] = set()  # notices are given once
 
     @property
