@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from trainkit.accelerator.wrapped import Wrapped
+from trainkit.accelerator.prepared_models import Wrapped
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.parameter_placement import refuse_sharded

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.accelerator.wrapped import Wrapped
+from trainkit.accelerator.prepared_models import Wrapped
 from trainkit.data.micro_batch import MicroBatch
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ConfigurationError, LossError, ModuleError, OptimizerError

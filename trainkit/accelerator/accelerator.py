@@ -25,7 +25,7 @@ from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, 
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, share_of, waits_for_first
 from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
-from trainkit.checkpoint.staging import staging
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.kwargs_handlers import (
@@ -45,12 +45,11 @@ from trainkit.errors import (
     UnsupportedArgumentError,
     nearest,
 )
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.names import advice, refuse_unknown
+from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import MIXED, OVER_MASTERS
-from trainkit.state.parts import check_names
+from trainkit.state.training_objects import check_names
 from trainkit.strategy import Strategy
-from trainkit.unsupported import advice, refuse_unknown
 
 __all__ = ["Accelerator"]
 
@@ -1377,7 +1376,7 @@ class Accelerator:
             self._trackers.end()
         finally:
             if self.is_main_process:
-                staging.finish()
+                remote_sync.finish()
 
     # ---------------------------------------------------------------------------------------------------------------- release
 

@@ -20,16 +20,14 @@ from trainkit.accelerator.gradients import AccumulationState
 from trainkit.accelerator.prepared_models import PreparedObjects, user_model
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import CommitResult
-from trainkit.checkpoint.folder import next_counter
-from trainkit.checkpoint.identify import is_checkpoint
-from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.folder import next_counter, remove
+from trainkit.checkpoint.manifest import Manifest, is_checkpoint
+from trainkit.checkpoint.plain_files import shard_size, write_object, write_weights
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
-from trainkit.checkpoint.removal import remove
+from trainkit.checkpoint.remote import remote_sync
 from trainkit.checkpoint.saver import Saver
-from trainkit.checkpoint.staging import staging
 from trainkit.checkpoint.tensor_file import FiniteCheck
-from trainkit.checkpoint.weights import shard_size, write_weights
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import notice, shortened, warn
 from trainkit.data.loader import PreparedLoader
@@ -42,16 +40,21 @@ from trainkit.errors import (
     CorruptCheckpointError,
     StateMismatchError,
 )
-from trainkit.optim.parameter_names import without_checkpoint_wrapper
-from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
+from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
 from trainkit.paths import local_path
-from trainkit.state.adapters import adapter_folders
-from trainkit.state.model import capture_model, clean_names
-from trainkit.state.parts import configurations
+from trainkit.state.model import capture_model
 from trainkit.state.plan_checkpoint import plan_checkpoint
-from trainkit.state.pretrained import has_adapters
-from trainkit.state.single_file import write_object
-from trainkit.state.training_objects import Parts, SaveMode, about, capture, moved, restore, with_trained_weights
+from trainkit.state.pretrained import adapter_folders, has_adapters
+from trainkit.state.training_objects import (
+    Parts,
+    SaveMode,
+    about,
+    capture,
+    configurations,
+    moved,
+    restore,
+    with_trained_weights,
+)
 from trainkit.strategy import Strategy
 from trainkit.tagged_json.tensors import is_sharded_tensor
 
@@ -596,8 +599,8 @@ class Saving:
         if found := [name for check in checks for name in check.found]:
             warn(f"save_model: parameters in {folder} are not finite: {shortened(found)}.")
         if world.is_main:
-            staging.add_log_folder(folder)
-            staging.finish()
+            remote_sync.add_log_folder(folder)
+            remote_sync.finish()
 
     def _refuse_without_values(self, state: Mapping[Any, Any]) -> None:
         """Refuse the `state_dict()` of a sharded model: its tensors have no elements."""

@@ -15,11 +15,11 @@ from torch.utils.data import DataLoader
 from trainkit.accelerator.gradients import AccumulationState, CallWindow, Place, Snapshot
 from trainkit.checks import whole_number
 from trainkit.console import warn, with_article
-from trainkit.data.assembling import BatchPadding
+from trainkit.data.batches import BatchPadding
 from trainkit.data.combined import CombinedLoader, batch_size_of, is_plain_list
+from trainkit.data.keyed_sampler import split_batches
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
-from trainkit.data.splitting import split_batches
 from trainkit.errors import ConfigurationError
 from trainkit.nested import batch_size, copied
 from trainkit.rng import Stage, resolve_seed
@@ -98,7 +98,7 @@ class PreparedLoaders:
             window=self._accumulation.size if window else None,
             world=strategy.data_world,
             ahead=strategy.ahead,
-            filled=batch_padding,
+            batch_padding=batch_padding,
             **{"seed": self.seed, "stage": Stage.TRAIN, **options},
         )
         self._prepared.append(prepared)

@@ -19,8 +19,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
 from trainkit.module.blocks import chosen_modules, repeated_blocks
 from trainkit.nested import map_tensors
-from trainkit.optim.prepared_optimizer import PreparedOptimizer
-from trainkit.optim.prepared_scheduler import PreparedScheduler
+from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import Precision
 from trainkit.strategy import Strategy
 

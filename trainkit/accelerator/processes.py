@@ -22,9 +22,8 @@ from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.console import counted, notice, with_article
 from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError
-from trainkit.launch.environment import read_place
-from trainkit.launch.joining import joined
-from trainkit.launch.tpu import runtime_is_loaded
+from trainkit.launch.environment import read_ranks, runtime_is_loaded
+from trainkit.launch.joining import joined_world
 from trainkit.nested import leaves, map_tensors, rebuild
 from trainkit.strategy import Strategy
 
@@ -441,7 +440,7 @@ def rank_and_size() -> tuple[int, int]:
         return accelerator.world.rank, accelerator.world.size
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    place = read_place(os.environ)
+    place = read_ranks(os.environ)
     return (0, 1) if place is None else (place.rank, place.size)
 
 
@@ -450,7 +449,7 @@ def gathering(verb: str) -> Gathering:
     accelerator = latest()
     if accelerator is not None:
         return accelerator._gathering
-    if not runtime_is_loaded() and joined().size == 1:
+    if not runtime_is_loaded() and joined_world().size == 1:
         return Gathering(Strategy("cpu"))
     raise ConfigurationError(
         f"{verb} exchanges data between all processes, which needs an Accelerator. Create one first, and keep it: accelerator "

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from trainkit.accelerator.compiled import compiled_parts, described_parts
+from trainkit.accelerator.prepared_models import compiled_parts, described_parts
 from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
 from trainkit.config.settings import inherited_settings
 from trainkit.console import notice, warn

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainkit.accelerator.prepared_models import Wrapped, unwrap
 from trainkit.accelerator.processes import strategy_of
-from trainkit.accelerator.wrapped import Wrapped, unwrapped
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.plain_files import read_tensors
 from trainkit.checkpoint.reader import open_checkpoint
@@ -446,7 +446,7 @@ def extract_model_from_parallel(
         raise UnsupportedArgumentError(
             "extract_model_from_parallel(recursive=True) is not supported: prepare wraps whole models. Remove it."
         )
-    return unwrapped(model, _inside, keep_torch_compile)
+    return unwrap(model, _inside, keep_torch_compile)
 
 
 def _inside(model: nn.Module) -> nn.Module:

@@ -12,7 +12,7 @@ import torch
 from tqdm.auto import tqdm as _tqdm
 
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.accelerator.current import gathering, place
+from trainkit.accelerator.processes import gathering, rank_and_size
 from trainkit.checks import is_whole
 from trainkit.console import prints_here, with_article
 from trainkit.distributed.world import World
@@ -201,7 +201,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed_everything(seed)
     if device_specific:
-        seed_process(seed + place()[0])
+        seed_process(seed + rank_and_size()[0])
     if deterministic:
         torch.use_deterministic_algorithms(True)
 

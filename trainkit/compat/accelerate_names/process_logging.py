@@ -86,13 +86,13 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
             return
         text, options = self.process(msg, kwargs)
         if not ordered:
-            from trainkit.accelerator.current import place
+            from trainkit.accelerator.processes import rank_and_size
 
-            rank, size = place()
+            rank, size = rank_and_size()
             if not alone or (rank == 0 and prints_here()):
                 self.logger.log(level, _marked(text, rank, size), *args, **options)
             return
-        from trainkit.accelerator.current import gathering
+        from trainkit.accelerator.processes import gathering
 
         part = gathering(_IN_ORDER)
         world = part.world

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from trainkit.accelerator.current import place
+from trainkit.accelerator.processes import rank_and_size
 from trainkit.console import notice
 from trainkit.names import absent
 
@@ -59,7 +59,7 @@ class _RankZeroOnly:
     @property
     def rank(self) -> int:
         """The rank of this process; assign it to set it yourself."""
-        return place()[0] if self._rank is None else self._rank
+        return rank_and_size()[0] if self._rank is None else self._rank
 
     @rank.setter
     def rank(self, rank: int | None) -> None:
