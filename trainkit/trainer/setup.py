@@ -20,7 +20,7 @@ from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
 from trainkit.metrics.store import MetricResults, MetricStore
-from trainkit.micro_batch import MicroBatch
+from trainkit.data.micro_batch import MicroBatch
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import SchedulerConfig, read_optimizers
