@@ -16,8 +16,8 @@ from helpers.resume.checkpoints import content, names
 from helpers.worlds.threaded import GoneError, run_groups, try_groups
 from safetensors.torch import load_file
 
+from trainkit.checkpoint import checkpoint_plan as drafts
 from trainkit.checkpoint import commit as module
-from trainkit.checkpoint import draft as drafts
 from trainkit.checkpoint import ranks
 from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 from trainkit.checkpoint.commit import commit

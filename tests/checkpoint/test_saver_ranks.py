@@ -13,8 +13,8 @@ import torch
 from helpers.resume.checkpoints import content, names
 from helpers.worlds.threaded import run_groups, try_groups
 
+from trainkit.checkpoint import checkpoint_plan as drafts
 from trainkit.checkpoint import commit as commits
-from trainkit.checkpoint import draft as drafts
 from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.saver import Saver

@@ -22,8 +22,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from trainkit import Accelerator, Callback, Trainer, set_seed
 from trainkit.callbacks import ModelCheckpoint
+from trainkit.checkpoint import checkpoint_plan as drafts
 from trainkit.checkpoint import commit as commits
-from trainkit.checkpoint import draft as drafts
 from trainkit.checkpoint import ranks, saver
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.reader import open_checkpoint

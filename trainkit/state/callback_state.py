@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.console import notice
 from trainkit.errors import CorruptCheckpointError, TrainkitError
-from trainkit.state.saved_values import odd_value
+from trainkit.state.saved_values import kind_mismatch
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
@@ -98,7 +98,7 @@ def check_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], wha
     for key, callback in keyed(callbacks).items():
         if saved.get(key) and _is_ours(callback):
             here = dict(callback.state_dict())
-            if (problem := odd_value(saved[key], here, f"callbacks[{key!r}]", may_be_none=True)) is not None:
+            if (problem := kind_mismatch(saved[key], here, f"callbacks[{key!r}]", may_be_none=True)) is not None:
                 raise CorruptCheckpointError(f"{what}: {problem}. Fix: use another checkpoint.")
 
 

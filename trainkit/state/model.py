@@ -7,7 +7,7 @@ import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,15 @@ from trainkit.console import counted, shortened
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
 from trainkit.optim.parameter_names import clean_paths, without_checkpoint_wrapper
 from trainkit.state.pretrained import model_configs
-from trainkit.state.saved_values import castable, copied, same_bits
+from trainkit.state.saved_values import castable, copy_value, same_bits
 from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
 __all__ = ["ModelState", "capture_model", "frozen_fingerprint", "plan_model"]
 
 
 _EXTRA = "_extra_state"
-_CHUNK_BYTES = 64 * 2**20  # bytes of a parameter that are copied to the host at a time
+# A parameter is copied to the host in chunks of this size.
+_CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass
@@ -105,8 +106,8 @@ def plan_model(
     strict: bool = True,
     what: str,
     placeholders: Mapping[int, Tensor] | None = None,
-    take: Callable[[dict[nn.Parameter, Tensor]], None] = lambda values: None,
-    folds: bool = True,
+    load_placeholders: Callable[[dict[nn.Parameter, Tensor]], None] = lambda values: None,
+    fold_masks: bool = True,
 ) -> Callable[[], list[str]]:
     """Compare a captured state with a module. Returns a function that loads it in place.
 
@@ -119,8 +120,8 @@ def plan_model(
         strict: missing and unexpected names raise an error; False: they are skipped, with a notice.
         what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
         placeholders: see `capture_model`; their dtypes and shapes are compared.
-        take: called with the values of the parameters in `placeholders`.
-        folds: load the product of `weight_orig` and `weight_mask` into a model that has only `weight`.
+        load_placeholders: called with the values of the parameters in `placeholders`.
+        fold_masks: load the product of `weight_orig` and `weight_mask` into a model that has only `weight`.
 
     Returns:
         A function that loads the state and returns what the user should know, one sentence each.
@@ -134,58 +135,42 @@ def plan_model(
     raw = _with_placeholders(module, placeholders)
     names = clean_paths(module, raw)
     parameters = _parameters(module)
-    frozen = set() if state.fingerprint is None else _frozen(state)
     sources = state.tensors | {alias: state.tensors[name] for alias, name in state.aliases.items()}
-    here, said = set(names.values()), list[str]()
-    if folds:
-        sources, said = folded(sources, here)
-    fit = Fit(sources, state, frozen, strict)
-    extra = {}
-    owners = dict(module.named_modules(remove_duplicate=False))
-    for raw_name, value in raw.items():
-        name = names[raw_name]
-        if _is_extra(name, value):
-            if name in state.extra:
-                extra[raw_name] = copied(state.extra[name])
-            elif not _belongs_to(name, frozen):
-                fit.missing.append(f"{name} (extra state)")
-        else:
-            fit.add(raw_name, name, _resized(owners.get(raw_name.rpartition(".")[0]), value, sources.get(name)))
-    fit.unexpected += [name for name in [*sources, *state.extra] if name not in here]
-    fit.check_shared_memory()
-    if state.fingerprint is not None and not fit.complaints():
-        _check_base(parameters, frozen, state.fingerprint, what, placeholders)
-    if complaints := fit.complaints():
-        raise _mismatch(fit, complaints, f"{what} does not fit {type(module).__name__}")
+    notices: list[str] = []
+    if fold_masks:
+        sources, notices = _fold_masks(sources, set(names.values()))
+    comparison = _Comparison(sources, state, strict)
+    comparison.compare(module, raw, names)
+    if state.fingerprint is not None and not comparison.complaints():
+        _check_base(parameters, _frozen(state), state.fingerprint, what, placeholders)
+    if comparison.complaints():
+        raise comparison.error(f"{what} does not fit {type(module).__name__}")
 
     def load() -> list[str]:
-        values = OrderedDict(fit.whole | extra)
-        buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
-        registered = {*parameters, *clean_paths(module, buffers).values()}
-        for name in fit.whole:
-            if names[name] not in registered:  # a module with its own load_state_dict may keep the tensor
-                values[name] = values[name].to(raw[name].device, copy=True)
-        taken: dict[nn.Parameter, Tensor] = {}
+        values = _values_to_load(module, comparison.values, raw, names)
+        stored_values: dict[nn.Parameter, Tensor] = {}
         for name, clean in names.items():
             if placeholders and name in values and clean in parameters and id(parameters[clean]) in placeholders:
-                taken[parameters[clean]] = values.pop(name)
-        _load(module, values, fit.narrow, raw, what)
-        take(taken)
-        return said + fit.notices() + _set_trained(parameters, state.trained)
+                stored_values[parameters[clean]] = values.pop(name)
+        _load(module, OrderedDict(values | comparison.extra), comparison.expanded, raw, what)
+        load_placeholders(stored_values)
+        return notices + comparison.notices() + _set_trained(parameters, state.trained)
 
     return load
 
 
-def _mismatch(fit: Fit, complaints: list[str], text: str) -> StateMismatchError:
-    complaints = [*complaints, *explain_names(fit.missing, fit.unexpected)]
-    other = "only the matching tensors with strict=False" if fit.only_names() else "another checkpoint"
-    return StateMismatchError(
-        f"{text}:\n  " + "\n  ".join(complaints) + "\nNothing was changed. Fix: build the model with the same structure as the "
-        f"saved one, or load {other}."
-    )
+def _values_to_load(
+    module: nn.Module, values: Mapping[str, Tensor], raw: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The values for `load_state_dict`; copies of those that a module with its own `load_state_dict` may keep."""
+    buffers = [name for name, _ in module.named_buffers(remove_duplicate=False)]
+    registered = {*_parameters(module), *clean_paths(module, buffers).values()}
+    return {
+        name: value if names[name] in registered else value.to(raw[name].device, copy=True) for name, value in values.items()
+    }
 
 
-def _resized(owner: nn.Module | None, value: Tensor, stored: Tensor | None) -> Tensor:
+def _target(owner: nn.Module | None, value: Tensor, stored: Tensor | None) -> Tensor:
     """A buffer with the shape of the stored one, if its module gives it that when it is loaded: an observer of torch.ao."""
     if stored is None or not type(owner).__module__.startswith("torch.ao.quantization."):
         return value
@@ -216,8 +201,8 @@ def frozen_fingerprint(module: nn.Module, placeholders: Mapping[int, Tensor] | N
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """All parameters by clean name, a tied one under each of its names."""
-    found = dict(module.named_parameters(remove_duplicate=False))
-    return {name: found[raw] for raw, name in clean_paths(module, found).items()}
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {name: parameters[raw] for raw, name in clean_paths(module, parameters).items()}
 
 
 def _frozen(state: ModelState) -> set[str]:
@@ -253,8 +238,8 @@ def _digest(tensor: Tensor) -> str:
         assert values is not None
         tensor = values
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    for piece in data.split(_CHUNK_BYTES):
-        digest.update(piece.cpu().numpy())
+    for chunk in data.split(_CHUNK_BYTES):
+        digest.update(chunk.cpu().numpy())
     return f"{tensor.dtype} {tuple(tensor.shape)} {digest.hexdigest()}"
 
 
@@ -265,16 +250,16 @@ def _check_base(
     what: str,
     placeholders: Mapping[int, Tensor] | None = None,
 ) -> None:
-    here = {name: parameters[name] for name in frozen if name in parameters}
-    absent = sorted(frozen - set(here))
-    found = _fingerprint(here, placeholders)
-    if absent or found != fingerprint:
+    present = {name: parameters[name] for name in frozen if name in parameters}
+    absent = sorted(frozen - set(present))
+    fingerprint_here = _fingerprint(present, placeholders)
+    if absent or fingerprint_here != fingerprint:
         lacks = f" This model does not have these frozen parameters: {', '.join(absent)}." if absent else ""
-        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in here.values()})) or "none"
+        dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in present.values()})) or "none"
         raise StateMismatchError(
             f"{what} contains only the trained parameters, of a model with another base: its {len(frozen)} frozen parameters "
-            f"had the SHA-256 {fingerprint}, those of this model have {found} (dtype {dtypes}).{lacks} Nothing was changed. "
-            "Fix: start from the same pretrained weights in the same dtype, or save with save='all'."
+            f"had the SHA-256 {fingerprint}, those of this model have {fingerprint_here} (dtype {dtypes}).{lacks} "
+            "Nothing was changed. Fix: start from the same pretrained weights in the same dtype, or save with save='all'."
         )
 
 
@@ -297,19 +282,23 @@ def _check_consistent(state: ModelState, what: str) -> None:
 
 
 def _load(
-    module: nn.Module, values: OrderedDict[str, Any], narrow: list[tuple[Tensor, Tensor]], before: Mapping[str, Any], what: str
+    module: nn.Module,
+    values: OrderedDict[str, Any],
+    expanded: list[tuple[Tensor, Tensor]],
+    raw: Mapping[str, Any],
+    what: str,
 ) -> None:
-    """`module.load_state_dict`, which the user may override. If it fails, the state `before` is restored."""
-    metadata = getattr(before, "_metadata", None)
+    """`module.load_state_dict`, which the user may override. If it fails, the state `raw` is restored."""
+    metadata = getattr(raw, "_metadata", None)
     if metadata is not None:
         values._metadata = metadata  # type: ignore[attr-defined]
     backup = None
     if _can_fail(module):
-        backup = {name: (value, None if is_lazy(value) else copied(value)) for name, value in before.items()}
+        backup = {name: (value, None if is_lazy(value) else copy_value(value)) for name, value in raw.items()}
     try:
         with torch.no_grad():
             module.load_state_dict(values, strict=False)
-            for target, source in narrow:
+            for target, source in expanded:
                 target.copy_(source)
     except Exception as error:
         if backup is not None:
@@ -348,60 +337,77 @@ def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, b
     seen = set()
     for name, parameter in parameters.items():
         # pruning renames a parameter, here or before the checkpoint was saved
-        wanted = next((trained[n] for n in (name, f"{name}_orig", name.removesuffix("_orig")) if n in trained), None)
-        if wanted is not None and id(parameter) not in seen and parameter.requires_grad != wanted:
-            parameter.requires_grad = wanted  # requires_grad_() does not work on a lazy parameter
-            changed[wanted] += 1
+        saved = next((trained[n] for n in (name, f"{name}_orig", name.removesuffix("_orig")) if n in trained), None)
+        if saved is not None and id(parameter) not in seen and parameter.requires_grad != saved:
+            parameter.requires_grad = saved  # requires_grad_() does not work on a lazy parameter
+            changed[saved] += 1
             seen.add(id(parameter))
     return [
-        f"requires_grad of {counted(count, 'parameter', 'parameters')} was set to {wanted}, as in the checkpoint"
-        for wanted, count in changed.items()
+        f"requires_grad of {counted(count, 'parameter', 'parameters')} was set to {saved}, as in the checkpoint"
+        for saved, count in changed.items()
     ]
 
 
-class _Stored(Protocol):
-    aliases: dict[str, str]
-    trained: dict[str, bool]
-
-
-class Fit:
+class _Comparison:
     """Compares stored tensors with those of a module, name by name, and collects the mismatches.
 
     Args:
-        sources: the stored tensors by clean name; tied ones under each name.
-        stored: the tied names and the parameters in the checkpoint.
-        frozen: names that need not be stored.
-        strict: whether missing and unexpected names are an error.
+        sources: The stored tensors by clean name; tied ones under each name.
+        state: The state that they are of.
+        strict: Whether missing and unexpected names are an error.
 
     Attributes:
-        missing, unexpected, other: the mismatches.
-        whole: what to load, by name in the module's state dict.
-        narrow: pairs (target, source) to copy separately: expanded tensors, each element once.
+        values: What to load, by name in the module's state dict.
+        expanded: Pairs (target, source) to copy separately: expanded tensors, each element once.
+        extra: Extra state to load, by name in the module's state dict.
     """
 
-    def __init__(self, sources: Mapping[str, Tensor], stored: _Stored, frozen: set[str], strict: bool) -> None:
-        self._sources, self._stored, self._frozen, self._strict = sources, stored, frozen, strict
-        self.missing: list[str] = []
-        self.unexpected: list[str] = []
-        self.other: list[str] = []
-        self.whole: dict[str, Tensor] = {}
-        self.narrow: list[tuple[Tensor, Tensor]] = []
-        self._pending: list[tuple[str, Tensor]] = []
-        self._pairs: list[tuple[str, Tensor, Tensor]] = []  # name, target, source
-        self._first: dict[Any, str] = {}  # place of a target → the first name with a source
+    def __init__(self, sources: Mapping[str, Tensor], state: ModelState, strict: bool) -> None:
+        self.values: dict[str, Tensor] = {}
+        self.expanded: list[tuple[Tensor, Tensor]] = []
+        self.extra: dict[str, Any] = {}
+        self._sources = sources
+        self._state = state
+        self._strict = strict
+        self._not_stored = set() if state.fingerprint is None else _frozen(state)
+        self._missing: list[str] = []
+        self._unexpected: list[str] = []
+        self._problems: list[str] = []
         self._notices: list[str] = []
+        # Names without a source, until it is known whether they are tied to one that has a source.
+        self._pending: list[tuple[str, Tensor]] = []
+        # Name, target, source.
+        self._pairs: list[tuple[str, Tensor, Tensor]] = []
+        # The memory of a target, and the first name in it with a source.
+        self._first: dict[Any, str] = {}
 
-    def add(self, raw_name: str, name: str, target: Tensor) -> None:
+    def compare(self, module: nn.Module, raw: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        """Compare the module's state dict, whose clean names are `names`, with what is stored."""
+        owners = dict(module.named_modules(remove_duplicate=False))
+        for raw_name, value in raw.items():
+            name = names[raw_name]
+            if not _is_extra(name, value):
+                owner = owners.get(raw_name.rpartition(".")[0])
+                self._add(raw_name, name, _target(owner, value, self._sources.get(name)))
+            elif name in self._state.extra:
+                self.extra[raw_name] = copy_value(self._state.extra[name])
+            elif not _belongs_to(name, self._not_stored):
+                self._missing.append(f"{name} (extra state)")
+        present = set(names.values())
+        self._unexpected = [name for name in [*self._sources, *self._state.extra] if name not in present]
+        self._check_shared_memory()
+
+    def _add(self, raw_name: str, name: str, target: Tensor) -> None:
         """Compare one tensor of the module's state dict with the stored one; `name` is its clean name."""
         if is_lazy(target):
             if name in self._sources:
-                self.whole[raw_name] = self._sources[name]
-            elif isinstance(target, torch.nn.Parameter) and name not in self._stored.trained:
-                self.missing.append(name)  # otherwise it had no shape either when it was saved
+                self.values[raw_name] = self._sources[name]
+            elif isinstance(target, torch.nn.Parameter) and name not in self._state.trained:
+                self._missing.append(name)  # otherwise it had no shape either when it was saved
             return
         source = self._sources.get(name)
         if source is None:
-            self._pending.append((name, target))  # until it is known whether it is tied to one that is stored
+            self._pending.append((name, target))
             return
         self._first.setdefault(memory_key(target), name)
         if not self._fits(name, target, source):
@@ -409,20 +415,20 @@ class Fit:
         self._pairs.append((name, target, source))
         dense = _narrowed(target)
         if dense is target:
-            self.whole[raw_name] = source
+            self.values[raw_name] = source
         else:
-            self.narrow.append((dense, source.as_strided(dense.shape, source.stride())))
+            self.expanded.append((dense, source.as_strided(dense.shape, source.stride())))
 
-    def check_shared_memory(self) -> None:
+    def _check_shared_memory(self) -> None:
         """After the last tensor: check that names that share memory in the module have the same values in the checkpoint."""
         for name, target in self._pending:
             first = self._first.get(memory_key(target))
-            if first is None and name not in self._frozen:
-                self.missing.append(name)
+            if first is None and name not in self._not_stored:
+                self._missing.append(name)
             elif first is not None:
                 self._notices.append(f"{name} is tied to {first} in this model and gets its value")
         self._note_untied()
-        if self.other:
+        if self._problems:
             return
         for group in _overlapping(self._pairs):
             self._check_group(group)
@@ -430,15 +436,21 @@ class Fit:
     def complaints(self) -> list[str]:
         """One line for each mismatch; empty if the state can be loaded."""
         lines = []
-        if self._strict and self.missing:
-            lines.append(f"missing in the checkpoint ({len(self.missing)}): " + ", ".join(self.missing))
-        if self._strict and self.unexpected:
-            lines.append(f"unexpected in the checkpoint ({len(self.unexpected)}): " + ", ".join(self.unexpected))
-        return lines + self.other
+        if self._strict and self._missing:
+            lines.append(f"missing in the checkpoint ({len(self._missing)}): " + ", ".join(self._missing))
+        if self._strict and self._unexpected:
+            lines.append(f"unexpected in the checkpoint ({len(self._unexpected)}): " + ", ".join(self._unexpected))
+        return lines + self._problems
 
-    def only_names(self) -> bool:
-        """Whether missing and unexpected names are the only mismatches."""
-        return not self.other
+    def error(self, text: str) -> StateMismatchError:
+        """The error that lists all mismatches."""
+        lines = [text + ":", *self.complaints(), *_explain_names(self._missing, self._unexpected)]
+        other = "another checkpoint" if self._problems else "only the matching tensors with strict=False"
+        return StateMismatchError(
+            "\n  ".join(lines)
+            + "\nNothing was changed. Fix: build the model with the same structure as the saved one, or load "
+            f"{other}."
+        )
 
     def notices(self) -> list[str]:
         """What the user should know after the state is loaded."""
@@ -454,31 +466,31 @@ class Fit:
             notices.append(f"{counted(count, 'tensor was', 'tensors were')} cast from {_dtype(before)} to {_dtype(after)}")
         if overflowed:
             notices.append(f"values outside the range of the model's dtype became infinite or NaN in: {', '.join(overflowed)}")
-        if self.missing:
-            notices.append(f"not in the checkpoint, so left unchanged: {', '.join(self.missing)}")
-        if self.unexpected:
-            notices.append(f"not in the model, so not loaded: {', '.join(self.unexpected)}")
+        if self._missing:
+            notices.append(f"not in the checkpoint, so left unchanged: {', '.join(self._missing)}")
+        if self._unexpected:
+            notices.append(f"not in the model, so not loaded: {', '.join(self._unexpected)}")
         return notices
 
     def _fits(self, name: str, target: Tensor, source: Tensor) -> bool:
-        before = len(self.other)
+        before = len(self._problems)
         if target.shape != source.shape:
-            self.other.append(f"{name}: shape {tuple(source.shape)} in the checkpoint, {tuple(target.shape)} in the model")
+            self._problems.append(f"{name}: shape {tuple(source.shape)} in the checkpoint, {tuple(target.shape)} in the model")
         elif target.is_meta and not is_sharded_tensor(target):
-            self.other.append(f"{name} is on the meta device and has no memory; call module.to_empty(device=...) first")
+            self._problems.append(f"{name} is on the meta device and has no memory; call module.to_empty(device=...) first")
         elif target.is_inference():
-            self.other.append(
+            self._problems.append(
                 f"{name} was created under torch.inference_mode() and cannot be changed; create the model outside it"
             )
         elif not castable(source, target.dtype):
-            self.other.append(f"{name}: {_dtype(source.dtype)} in the checkpoint cannot be cast to {_dtype(target.dtype)}")
+            self._problems.append(f"{name}: {_dtype(source.dtype)} in the checkpoint cannot be cast to {_dtype(target.dtype)}")
         elif not _consistent(target, source):
-            self.other.append(f"{name} is expanded in the model, but the checkpoint has different values for one element")
-        return len(self.other) == before
+            self._problems.append(f"{name} is expanded in the model, but the checkpoint has different values for one element")
+        return len(self._problems) == before
 
     def _note_untied(self) -> None:
         places = {name: memory_key(target) for name, target, _ in self._pairs}
-        for alias, stored in self._stored.aliases.items():
+        for alias, stored in self._state.aliases.items():
             if alias in places and stored in places and places[alias] != places[stored]:
                 self._notices.append(
                     f"{alias} was tied to {stored} when saved, but is not tied in this model: both got the same values"
@@ -494,15 +506,15 @@ class Fit:
                 torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
                 for t in (_narrowed(target) for _, target, _ in group)
             ]
-            wanted = [source.as_strided(t.shape, source.stride()) for t, (_, _, source) in zip(trial, group, strict=True)]
-            for target, source in zip(trial, wanted, strict=True):
+            sources = [source.as_strided(t.shape, source.stride()) for t, (_, _, source) in zip(trial, group, strict=True)]
+            for target, source in zip(trial, sources, strict=True):
                 target.copy_(source)
-            agree = all(same_bits(t, s.to(t.device, t.dtype)) for t, s in zip(trial, wanted, strict=True))
+            agree = all(same_bits(t, s.to(t.device, t.dtype)) for t, s in zip(trial, sources, strict=True))
         names = ", ".join(name for name, _, _ in group)
         if agree:
             self._notices.append(f"{names} share memory in this model, but did not when saved; their values are equal")
         else:
-            self.other.append(f"{names} share memory in the model, but the checkpoint has different values for them")
+            self._problems.append(f"{names} share memory in the model, but the checkpoint has different values for them")
 
 
 def _narrowed(tensor: Tensor) -> Tensor:
@@ -531,9 +543,9 @@ def _overlapping(pairs: Iterable[tuple[str, Tensor, Tensor]]) -> list[list[tuple
         last = sum(int(size - 1) * int(step) for size, step in zip(target.shape, target.stride(), strict=True))
         ranges[target.device, storage].append((start, start + (last + 1) * target.element_size(), pair))
     groups: list[list[tuple[str, Tensor, Tensor]]] = []
-    for found in ranges.values():
+    for items in ranges.values():
         end = -1
-        for start, stop, pair in sorted((item for item in found if item[0] < item[1]), key=lambda item: item[:2]):
+        for start, stop, pair in sorted((item for item in items if item[0] < item[1]), key=lambda item: item[:2]):
             if start < end:
                 groups[-1].append(pair)
             else:
@@ -585,8 +597,8 @@ def _with(suffix: str, other: str) -> Callable[[str, Collection[str]], str | Non
 
 
 def _parametrized(name: str, _: Collection[str]) -> str | None:
-    found = re.fullmatch(r"(.*\.|)parametrizations\.([^.]+)\.original\d*", name)
-    return found and f"{found[1]}{found[2]}"
+    match = re.fullmatch(r"(.*\.|)parametrizations\.([^.]+)\.original\d*", name)
+    return match and f"{match[1]}{match[2]}"
 
 
 def _inside(part: str) -> Callable[[str, Collection[str]], str | None]:
@@ -619,40 +631,41 @@ _RENAMINGS = (
     *(_Renaming(by, _inside(part), "") for part, by in _WRAPPERS.items()),
 )
 
-_QUANTIZED = re.compile(r"fake_quant|activation_post_process")  # buffers next to the parameters of a layer
+# Buffers next to the parameters of a layer.
+_QUANTIZED = re.compile(r"fake_quant|activation_post_process")
 
 
-def folded(sources: Mapping[str, Tensor], here: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
+def _fold_masks(sources: Mapping[str, Tensor], present: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
     """The stored tensors, with the product for parameters that were pruned when they were saved, but are not in this model.
 
     Args:
-        sources: the stored tensors by name.
-        here: the names in the model.
+        sources: The stored tensors by name.
+        present: The names in the model.
 
     Returns:
         The tensors, and notices for the user.
     """
-    found = dict(sources)
+    folded = dict(sources)
     pruned = [
         plain
         for plain in (name.removesuffix("_mask") for name in sources if name.endswith("_mask"))
-        if f"{plain}_orig" in sources and plain in here and plain not in sources and f"{plain}_mask" not in here
+        if f"{plain}_orig" in sources and plain in present and plain not in sources and f"{plain}_mask" not in present
     ]
     for plain in pruned:
-        found[plain] = found.pop(f"{plain}_orig") * found.pop(f"{plain}_mask")
+        folded[plain] = folded.pop(f"{plain}_orig") * folded.pop(f"{plain}_mask")
     if not pruned:
-        return found, []
-    return found, [f"loaded <name>_orig × <name>_mask of the checkpoint, without the mask, as: {shortened(pruned)}"]
+        return folded, []
+    return folded, [f"loaded <name>_orig × <name>_mask of the checkpoint, without the mask, as: {shortened(pruned)}"]
 
 
-def explain_names(missing: Collection[str], unexpected: Collection[str]) -> Iterator[str]:
+def _explain_names(missing: Collection[str], unexpected: Collection[str]) -> Iterator[str]:
     """What names mean that only the model (`missing`) or only the checkpoint (`unexpected`) has, a paragraph each."""
     for names, others, saved in ((unexpected, missing, True), (missing, unexpected, False)):
         known, rest = set(names), set(others)
         for renaming in _RENAMINGS:
-            found = ((name, renaming.find(name, known)) for name in names)
-            for name, plain in ((name, plain) for name, plain in found if plain is not None and plain in rest):
-                yield _explained(renaming, name, plain, saved)
+            originals = ((name, renaming.find(name, known)) for name in names)
+            for name, plain in ((name, plain) for name, plain in originals if plain is not None and plain in rest):
+                yield _explain_renaming(renaming, name, plain, saved)
                 break
         added = next((name for name in names if _QUANTIZED.search(name)), None)
         if added is not None:
@@ -660,7 +673,7 @@ def explain_names(missing: Collection[str], unexpected: Collection[str]) -> Iter
             yield f"{added!r} is only in the {'checkpoint' if saved else 'model'}, added by torch.ao.quantization. {fix}"
 
 
-def _explained(renaming: _Renaming, new: str, plain: str, saved: bool) -> str:
+def _explain_renaming(renaming: _Renaming, new: str, plain: str, saved: bool) -> str:
     where, other = ("checkpoint", "model") if saved else ("model", "checkpoint")
     text = f"{new!r} in the {where} is {plain!r} in the {other}, renamed by {renaming.by}."
     if not renaming.apply:

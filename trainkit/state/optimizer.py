@@ -25,9 +25,17 @@ from trainkit.errors import CorruptCheckpointError, StateMismatchError, Unsavabl
 from trainkit.optim.parameter_names import shape_of, without_checkpoint_wrapper
 from trainkit.optim.prepared import PreparedOptimizer
 from trainkit.registry import load, strategy_infos
-from trainkit.state.saved_values import castable, copied, is_of_torch, odd_value
+from trainkit.state.saved_values import castable, copy_value, is_of_torch, kind_mismatch
 
-__all__ = ["OptimizerState", "SavedOptimizer", "StoredSlots", "capture_optimizer", "plan_optimizer", "same_groups"]
+__all__ = [
+    "QUANTIZED_CLASSES",
+    "OptimizerState",
+    "SavedOptimizer",
+    "StoredSlots",
+    "capture_optimizer",
+    "plan_optimizer",
+    "same_groups",
+]
 
 
 # Bytes, like torch's allocators. Kernels may round differently with less, so tensors that are kept must have it, too.
@@ -78,16 +86,16 @@ def capture_optimizer(optimizer: Optimizer, index: int, names: Mapping[int, str]
     groups = [[_name(p, names, index, kind) for p in group["params"]] for group in optimizer.param_groups]
     _check_unique(groups, f"optimizer {index} ({kind})")
     whole = optimizer.state_dict()
-    described: dict[str, Any] = {"class": kind, "groups": [{"parameters": own, "options": {}} for own in groups]}
+    described: dict[str, Any] = {"class": kind, "groups": [{"parameters": group, "options": {}} for group in groups]}
     result = OptimizerState(described=described)
     if not _has_torch_form(whole, groups):
         described["opaque"] = whole
         result.irregular.append(f"{index}//")
         return result
     numbers: dict[Any, tuple[str, Tensor]] = {}
-    for group, own, packed in zip(optimizer.param_groups, described["groups"], whole["param_groups"], strict=True):
-        own["options"] = {key: value for key, value in packed.items() if key not in ("params", "param_names")}
-        numbers.update(zip(packed["params"], zip(own["parameters"], group["params"], strict=True), strict=True))
+    for group, group_state, packed in zip(optimizer.param_groups, described["groups"], whole["param_groups"], strict=True):
+        group_state["options"] = {key: value for key, value in packed.items() if key not in ("params", "param_names")}
+        numbers.update(zip(packed["params"], zip(group_state["parameters"], group["params"], strict=True), strict=True))
     described["state"], described["entries"] = {}, {}
     described["more"] = {key: value for key, value in whole.items() if key not in ("state", "param_groups")}
     for number, slots in whole["state"].items():
@@ -134,7 +142,7 @@ def plan_optimizer(
         optimizer: an optimizer created like the saved one.
         index: index of the optimizer in the run.
         names: `trainkit.state.model.parameter_names` of the run's modules.
-        tensors: the tensors of all optimizers; they are copied, unless `keep`.
+        tensors: the tensors of all optimizers; they are copy_value, unless `keep`.
         described: the saved `OptimizerState.described`.
         parameter_dtypes: name → dtype of the parameter in the checkpoint.
         what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
@@ -148,43 +156,45 @@ def plan_optimizer(
         StateMismatchError: another class, other groups or shapes; the message lists all mismatches, and nothing was changed.
         CorruptCheckpointError: the description is malformed or contradicts the tensors.
     """
-    saved = SavedOptimizer.read(described, tensors, index, what).named_as(set(names.values()))
+    saved = SavedOptimizer.read(described, tensors, index, what).with_names_of(set(names.values()))
     kind = _kind(optimizer)
-    if saved.kind == kind and (problem := _odd_state(_bare(optimizer), saved, f"optimizers[{index}]")) is not None:
+    if saved.kind == kind and (problem := _malformed_state(_bare(optimizer), saved, f"optimizers[{index}]")) is not None:
         raise CorruptCheckpointError(
             f"{what}: the description of optimizer {index} is malformed: {problem}. Fix: use another checkpoint."
         )
-    saved, notices = (saved, []) if strict else with_parameters_of(optimizer, names, saved)
-    complaints, lacking = _compare_groups(optimizer, names, saved)
+    saved, notices = (saved, []) if strict else _match_parameters(optimizer, names, saved)
+    complaints, added_groups = _compare_groups(optimizer, names, saved)
     if saved.kind != kind:
         complaints.insert(0, f"it belongs to {saved.kind}, but this run has {kind}")
     if not complaints:
         by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
-        by_name |= {name: p for group in lacking for name, p in group.items()}
+        by_name |= {name: p for group in added_groups for name, p in group.items()}
         complaints = list(_compare_slots(by_name, saved, parameter_dtypes))
     if complaints:
         fits = (
             strict
             and saved.kind == kind
-            and not _compare_groups(optimizer, names, with_parameters_of(optimizer, names, saved)[0])[0]
+            and not _compare_groups(optimizer, names, _match_parameters(optimizer, names, saved)[0])[0]
         )
         raise StateMismatchError(
             f"{what}: the state of optimizer {index} does not fit:\n  " + "\n  ".join(complaints) + "\nNothing was changed. "
             "Fix: build the same optimizer as when it was saved"
             + (", or load only the matching parameters with strict=False." if fits else ".")
         )
-    title = f"{what}: optimizer {index} ({kind})"
-    return lambda: notices + _load(_bare(optimizer), saved, lacking, by_name, parameter_dtypes, title, keep)
+    load = _Load(_bare(optimizer), saved, added_groups, by_name, parameter_dtypes, keep)
+    return lambda: notices + load.run(f"{what}: optimizer {index} ({kind})")
 
 
-def _odd_state(bare: Optimizer, saved: SavedOptimizer, path: str) -> str | None:
+def _malformed_state(bare: Optimizer, saved: SavedOptimizer, path: str) -> str | None:
     """What `load_state_dict` of torch's optimizers would accept, although the next step fails or computes something else."""
-    torchs, here = is_of_torch(bare), bare.param_groups
+    torchs = is_of_torch(bare)
+    groups = bare.param_groups
     for number, (_, options) in enumerate(saved.groups):
-        own = {k: v for k, v in here[min(number, len(here) - 1)].items() if k not in ("params", "param_names", *_EXECUTION)}
+        group = groups[min(number, len(groups) - 1)]
+        present = {k: v for k, v in group.items() if k not in ("params", "param_names", *_EXECUTION)}
         place = f"{path}.groups[{number}].options"
         foreign = {"may_be_none": not torchs, "any_for_none": not torchs}
-        if (problem := odd_value(options, own, place, **foreign, same_length=torchs)) is not None:
+        if (problem := kind_mismatch(options, present, place, **foreign, same_length=torchs)) is not None:
             return problem
     for name, stored in saved.state.items() if torchs else ():
         place = f"{path}.state[{name!r:.80}]"
@@ -240,21 +250,21 @@ def _compare_groups(
     optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
 ) -> tuple[list[str], list[dict[str, Tensor]]]:
     """The mismatches, and the parameters by name of each saved group that is to be added."""
-    here = group_names(optimizer, names)
+    present = _group_names(optimizer, names)
     complaints: list[str] = []
-    for number, (own, (theirs, options)) in enumerate(zip(here, saved.groups, strict=False)):
+    for number, (ours, (theirs, options)) in enumerate(zip(present, saved.groups, strict=False)):
         complaints += [
             f"group {number}: the checkpoint has the option {option}, which this optimizer does not have"
             for option in _lost_options(options, optimizer.param_groups[number])
         ]
-        if theirs != own:
-            complaints.append(f"group {number}: {_difference(theirs, own)}")
-    for number, own in list(enumerate(here))[len(saved.groups) :]:
-        complaints.append(f"group {number} is not in the checkpoint: {', '.join(own)}")
+        if theirs != ours:
+            complaints.append(f"group {number}: {_difference(theirs, ours)}")
+    for number, ours in list(enumerate(present))[len(saved.groups) :]:
+        complaints.append(f"group {number} is not in the checkpoint: {', '.join(ours)}")
     added: list[dict[str, Tensor]] = []
     known: Mapping[str, Tensor] = getattr(names, "parameters", {})
-    for number, (theirs, _) in list(enumerate(saved.groups))[len(here) :]:
-        taken = set(chain(*here, *added))
+    for number, (theirs, _) in list(enumerate(saved.groups))[len(present) :]:
+        taken = set(chain(*present, *added))
         free = {name: known[name] for name in theirs if name in known and name not in taken}
         if len(free) == len(theirs):
             added.append(free)
@@ -290,12 +300,12 @@ def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtyp
             if shape != parameter.shape:
                 yield f"{name}: {slot} has shape {tuple(shape)}, but the parameter has shape {tuple(parameter.shape)}"
         for slot, tensor in stored.tensors.items():
-            wanted = _wanted_dtype(slot, tensor, parameter, dtypes.get(name))
-            if not castable(tensor, wanted):
-                yield f"{name}: {slot} is {tensor.dtype} in the checkpoint and cannot be cast to {wanted}"
+            dtype = _loaded_dtype(slot, tensor, parameter, dtypes.get(name))
+            if not castable(tensor, dtype):
+                yield f"{name}: {slot} is {tensor.dtype} in the checkpoint and cannot be cast to {dtype}"
 
 
-def _wanted_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dtype | None) -> torch.dtype:
+def _loaded_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dtype | None) -> torch.dtype:
     """The dtype of the parameter for slots that had its dtype. Counters keep theirs: bfloat16 cannot represent 257."""
     alone = tensor.ndim == 0 and parameter.ndim > 0
     return parameter.dtype if tensor.dtype == before and slot != "step" and not alone else tensor.dtype
@@ -304,23 +314,73 @@ def _wanted_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dt
 # ----------------------------------------------------------------------------------------------------------- loading
 
 
-def _load(
-    optimizer: Optimizer,
-    saved: SavedOptimizer,
-    lacking: list[dict[str, Tensor]],
-    parameters: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
-    what: str,
-    keep: bool,
-) -> list[str]:
-    undo = _snapshot(optimizer)
-    casts: dict[tuple[torch.dtype, torch.dtype], int] = {}
+@dataclass
+class _Load:
+    """Loads a saved state into an optimizer.
 
-    def convert(name: str, slot: str, tensor: Tensor) -> Tensor:
-        parameter = parameters[name]
-        dtype = _wanted_dtype(slot, tensor, parameter, dtypes.get(name))
+    Attributes:
+        optimizer: The optimizer, without a wrapper.
+        saved: The state.
+        added_groups: The parameters by name of each saved group that is to be added.
+        parameters: All parameters by name.
+        dtypes: Name of a parameter → its dtype in the checkpoint.
+        keep: Keep suitable tensors instead of copying them.
+    """
+
+    optimizer: Optimizer
+    saved: SavedOptimizer
+    added_groups: list[dict[str, Tensor]]
+    parameters: Mapping[str, Tensor]
+    dtypes: Mapping[str, torch.dtype]
+    keep: bool
+    _casts: Counter[tuple[torch.dtype, torch.dtype]] = field(default_factory=Counter, init=False)
+
+    def run(self, title: str) -> list[str]:
+        """Load it, or restore the optimizer. Returns what the user should know.
+
+        Raises:
+            StateMismatchError: The optimizer cannot load it.
+        """
+        undo = _snapshot(self.optimizer)
+        try:
+            with torch.no_grad():
+                notices = _add_groups(self.optimizer, self.saved, self.added_groups)
+                if self.saved.opaque is not None:
+                    self.optimizer.load_state_dict(copy_value(self.saved.opaque))
+                    return notices
+                kept_options = self._load_state()
+        except Exception as error:
+            undo()
+            raise StateMismatchError(
+                f"{title}: load_state_dict failed: {type(error).__name__}: {error}\nThe optimizer was restored."
+            ) from error
+        for (before, after), count in self._casts.items():
+            tensors = counted(count, "tensor of optimizer state was", "tensors of optimizer state were")
+            notices.append(f"{tensors} cast from {before} to {after}".replace("torch.", ""))
+        return notices + kept_options
+
+    def _load_state(self) -> list[str]:
+        saved, parameters = self.saved, self.parameters
+        numbers = {name: n for n, name in enumerate(chain.from_iterable(names for names, _ in saved.groups))}
+        state: dict[Any, Any] = {
+            numbers[name]: slots.rebuild(name, self._convert, parameters[name].device) for name, slots in saved.state.items()
+        }
+        state.update(copy_value(saved.entries))
+        groups, kept_options = _groups(self.optimizer, saved, numbers)
+        self.optimizer.load_state_dict({**copy_value(saved.more), "state": state, "param_groups": groups})
+        for name in saved.state:
+            loaded, slots = self.optimizer.state.get(parameters[name]), state[numbers[name]]
+            if isinstance(loaded, dict) and isinstance(slots, dict):
+                for slot in slots.keys() & loaded.keys() - {"step"}:
+                    loaded[slot] = _undo_torch_casts(loaded[slot], slots[slot])
+        return kept_options
+
+    def _convert(self, name: str, slot: str, tensor: Tensor) -> Tensor:
+        """A saved tensor as the optimizer keeps it."""
+        parameter = self.parameters[name]
+        dtype = _loaded_dtype(slot, tensor, parameter, self.dtypes.get(name))
         if dtype != tensor.dtype:
-            casts[tensor.dtype, dtype] = casts.get((tensor.dtype, dtype), 0) + 1
+            self._casts[tensor.dtype, dtype] += 1
         if slot == "step":
             return tensor.to(dtype, copy=True)  # torch moves it if its options require that
         if tensor.shape != parameter.shape:
@@ -328,49 +388,20 @@ def _load(
         # a placeholder parameter repeats one element, so it has strides of 0
         dense = tensor.is_contiguous() if 0 in parameter.stride() else tensor.stride() == parameter.stride()
         fits = (dense, tensor.dtype, tensor.device) == (True, dtype, parameter.device)
-        if keep and fits and tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
+        if self.keep and fits and tensor.data_ptr() % _ALIGNMENT_BYTES == 0:
             return tensor
         # with the strides that torch would use
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)
 
-    try:
-        with torch.no_grad():
-            notices = _add_groups(optimizer, saved, lacking)
-            if saved.opaque is not None:
-                optimizer.load_state_dict(copied(saved.opaque))
-                return notices
-            numbers = {name: n for n, name in enumerate(chain.from_iterable(own for own, _ in saved.groups))}
-            state: dict[Any, Any] = {
-                numbers[name]: s.rebuilt(name, convert, parameters[name].device) for name, s in saved.state.items()
-            }
-            state.update(copied(saved.entries))
-            groups, kept = _groups(optimizer, saved, numbers)
-            optimizer.load_state_dict({**copied(saved.more), "state": state, "param_groups": groups})
-            for name in saved.state:
-                loaded = optimizer.state.get(parameters[name])
-                if isinstance(loaded, dict) and isinstance(state[numbers[name]], dict):
-                    for slot, wanted in state[numbers[name]].items():
-                        if slot in loaded and slot != "step":
-                            loaded[slot] = _undo_torch_casts(loaded[slot], wanted)
-    except Exception as error:
-        undo()
-        raise StateMismatchError(
-            f"{what}: load_state_dict failed: {type(error).__name__}: {error}\nThe optimizer was restored."
-        ) from error
-    for (before, after), count in casts.items():
-        what_was = counted(count, "tensor of optimizer state was", "tensors of optimizer state were")
-        notices.append(f"{what_was} cast from {before} to {after}".replace("torch.", ""))
-    return notices + kept
 
-
-def _add_groups(optimizer: Optimizer, saved: SavedOptimizer, lacking: list[dict[str, Tensor]]) -> list[str]:
+def _add_groups(optimizer: Optimizer, saved: SavedOptimizer, added_groups: list[dict[str, Tensor]]) -> list[str]:
     notices = []
-    for found in lacking:
+    for parameters in added_groups:
         number = len(optimizer.param_groups)
-        options = {key: value for key, value in copied(saved.groups[number][1]).items() if key not in _EXECUTION}
+        options = {key: value for key, value in copy_value(saved.groups[number][1]).items() if key not in _EXECUTION}
         named = bool(optimizer.param_groups) and "param_names" in optimizer.param_groups[0]
-        optimizer.add_param_group({**options, "params": list(found.items() if named else found.values())})
-        notices.append(f"parameter group {number} was added to the optimizer, as in the saved run: {', '.join(found)}")
+        optimizer.add_param_group({**options, "params": list(parameters.items() if named else parameters.values())})
+        notices.append(f"parameter group {number} was added to the optimizer, as in the saved run: {', '.join(parameters)}")
     return notices
 
 
@@ -378,7 +409,7 @@ def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, i
     """The groups for `load_state_dict`, and notices about options of this run that are kept."""
     groups, kept = [], []
     for number, (group, (names, options)) in enumerate(zip(optimizer.param_groups, saved.groups, strict=True)):
-        taken = {key: v for key, v in copied(options).items() if key in group or key not in (*_UNSET, *_ELSEWHERE)}
+        taken = {key: v for key, v in copy_value(options).items() if key in group or key not in (*_UNSET, *_ELSEWHERE)}
         for key, value in taken.items():
             if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
                 taken[key] = value.to(group[key].device)
@@ -391,21 +422,21 @@ def _groups(optimizer: Optimizer, saved: SavedOptimizer, numbers: Mapping[str, i
     return groups, kept
 
 
-def _undo_torch_casts(loaded: Any, wanted: Any) -> Any:
+def _undo_torch_casts(loaded: Any, saved: Any) -> Any:
     """Undo the changes that torch's `load_state_dict` makes to a value.
 
     It casts all tensors to the parameter's dtype, and treats a string as a list of characters.
     """
-    if isinstance(wanted, Tensor) and isinstance(loaded, Tensor):
-        if wanted.dtype == loaded.dtype or wanted.shape != loaded.shape:
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
             return loaded
-        return wanted.to(loaded.device)
-    if isinstance(wanted, str):
-        return wanted
-    if isinstance(wanted, dict) and isinstance(loaded, dict):
-        return {key: _undo_torch_casts(value, wanted.get(key)) for key, value in loaded.items()}
-    if type(wanted) in (list, tuple) and type(loaded) is type(wanted) and len(loaded) == len(wanted):
-        return type(wanted)(_undo_torch_casts(h, w) for h, w in zip(loaded, wanted, strict=True))
+        return saved.to(loaded.device)
+    if isinstance(saved, str):
+        return saved
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {key: _undo_torch_casts(value, saved.get(key)) for key, value in loaded.items()}
+    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(loaded) == len(saved):
+        return type(saved)(_undo_torch_casts(h, w) for h, w in zip(loaded, saved, strict=True))
     return loaded
 
 
@@ -478,7 +509,7 @@ class StoredSlots:
 
     def _add_tensor(self, slot: str, tensor: Tensor, parameter: Tensor) -> dict[str, Any] | None:
         """Store a tensor, or the inner tensors of a quantized one; returns the description of a quantized one."""
-        apart = taken_apart(tensor)
+        apart = _split_quantized(tensor)
         if apart is not None:
             inner, about = apart
             self._add_irregular({f"{slot}.{part}": one for part, one in inner.items()})
@@ -490,14 +521,14 @@ class StoredSlots:
 
     def _add_list(self, slot: str, items: list[Any] | tuple[Any, ...]) -> dict[str, Any]:
         """Store the tensors of a list, each under its position; returns the description of the list."""
-        found = {f"{slot}.{n}": item for n, item in enumerate(items) if isinstance(item, Tensor)}
+        tensors = {f"{slot}.{n}": item for n, item in enumerate(items) if isinstance(item, Tensor)}
         rest = {str(n): item for n, item in enumerate(items) if not isinstance(item, Tensor)}
-        self._add_irregular(found)
+        self._add_irregular(tensors)
         return {"tuple": isinstance(items, tuple), "length": len(items), "values": rest}
 
-    def _add_irregular(self, found: dict[str, Tensor]) -> None:
-        self.tensors.update({slot: tensor.detach() for slot, tensor in found.items()})
-        self.irregular += found
+    def _add_irregular(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors.update({slot: tensor.detach() for slot, tensor in tensors.items()})
+        self.irregular += tensors
 
     @property
     def shapes(self) -> Iterator[tuple[str, torch.Size]]:
@@ -508,29 +539,31 @@ class StoredSlots:
         for slot, about in self.described.get("quantized", {}).items():
             yield slot, torch.Size(about["shape"])
 
-    def rebuilt(self, name: str, convert: Callable[[str, str, Tensor], Tensor], device: torch.device) -> Any:
+    def rebuild(self, name: str, convert: Callable[[str, str, Tensor], Tensor], device: torch.device) -> Any:
         """The inverse of `of`; each tensor is the result of `convert(name, slot, tensor)`, quantized ones are on the device."""
         if "whole" in self.described:
-            return copied(self.described["whole"])
+            return copy_value(self.described["whole"])
         lists = self.described.get("lists", {})
         quantized = self.described.get("quantized", {})
         parts = {f"{slot}.{n}" for slot, about in lists.items() for n in range(about["length"])}
-        parts |= {f"{slot}.{part}" for slot, about in quantized.items() for part in KINDS[about["class"]][1]}
+        parts |= {f"{slot}.{part}" for slot, about in quantized.items() for part in QUANTIZED_CLASSES[about["class"]][1]}
         slots: dict[Any, Any] = {
             slot: convert(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in parts
         }
         for slot, about in lists.items():
             items = [
-                copied(about["values"][str(n)])
+                copy_value(about["values"][str(n)])
                 if str(n) in about["values"]
                 else convert(name, slot, self.tensors[f"{slot}.{n}"])
                 for n in range(about["length"])
             ]
             slots[slot] = tuple(items) if about["tuple"] else items
         for slot, about in quantized.items():
-            inner = {part: self.tensors[f"{slot}.{part}"].to(device, copy=True) for part in KINDS[about["class"]][1]}
-            slots[slot] = put_together(about, inner)
-        return {**slots, **copied(self.described.get("values", {}))}
+            inner = {
+                part: self.tensors[f"{slot}.{part}"].to(device, copy=True) for part in QUANTIZED_CLASSES[about["class"]][1]
+            }
+            slots[slot] = _join_quantized(about, inner)
+        return {**slots, **copy_value(self.described.get("values", {}))}
 
 
 @dataclass
@@ -573,20 +606,20 @@ class SavedOptimizer:
         self = cls(described["class"], _read_groups(described["groups"], need), opaque=described.get("opaque"))
         need(not any(isinstance(key, int) for key in parts["entries"]), "an entry has an integer key, like a parameter")
         self.entries, self.more = parts["entries"], parts["more"]
-        names = {name for own, _ in self.groups for name in own}
+        names = {name for group, _ in self.groups for name in group}
         for raw, about in parts["state"].items():
             name = without_checkpoint_wrapper(raw)
             need(name in names, f"state for {name!r}, which is in no group")
-            known = all(item["class"] in KINDS for item in about.get("quantized", {}).values())
+            known = all(item["class"] in QUANTIZED_CLASSES for item in about.get("quantized", {}).values())
             need(known, f"an unknown class of quantized slots for {name!r}")
             self.state[name] = StoredSlots(irregular=about.get("irregular", []), described=about)
         self._add_tensors(tensors, index, need)
         return self
 
-    def named_as(self, names: Container[str]) -> SavedOptimizer:
+    def with_names_of(self, names: Container[str]) -> SavedOptimizer:
         """With the names of this model for parameters that were pruned when they were saved by an earlier version."""
-        groups = [([name_here(name, names) for name in own], options) for own, options in self.groups]
-        return replace(self, groups=groups, state={name_here(name, names): stored for name, stored in self.state.items()})
+        groups = [([_present_name(name, names) for name in group], options) for group, options in self.groups]
+        return replace(self, groups=groups, state={_present_name(name, names): stored for name, stored in self.state.items()})
 
     def _add_tensors(self, tensors: Mapping[str, Tensor], index: int, need: _Need) -> None:
         """Assign the tensors of this optimizer to their parameters."""
@@ -601,7 +634,7 @@ class SavedOptimizer:
             for slot, about in stored.described.get("lists", {}).items():
                 need(_is_complete(slot, about, stored.tensors), f"the list {slot!r} of {name!r} is incomplete")
             for slot, about in stored.described.get("quantized", {}).items():
-                complete = all(f"{slot}.{part}" in stored.tensors for part in KINDS[about["class"]][1])
+                complete = all(f"{slot}.{part}" in stored.tensors for part in QUANTIZED_CLASSES[about["class"]][1])
                 need(complete, f"the quantized tensor {slot!r} of {name!r} is incomplete")
 
 
@@ -611,15 +644,15 @@ def _read_groups(listed: list[Any], need: _Need) -> list[tuple[list[str], dict[s
     names: set[str] = set()
     for group in listed:
         need("params" not in group["options"], "an option is named 'params'")
-        own = [without_checkpoint_wrapper(name) for name in group["parameters"]]
-        need(names.isdisjoint(own) and len(set(own)) == len(own), "a parameter occurs more than once")
-        names.update(own)
-        groups.append((own, group["options"]))
+        parameters = [without_checkpoint_wrapper(name) for name in group["parameters"]]
+        need(names.isdisjoint(parameters) and len(set(parameters)) == len(parameters), "a parameter occurs more than once")
+        names.update(parameters)
+        groups.append((parameters, group["options"]))
     return groups
 
 
-def name_here(name: str, names: Container[str]) -> str:
-    """The name in this model of a parameter that may have been pruned when it was saved, see `SavedOptimizer.named_as`."""
+def _present_name(name: str, names: Container[str]) -> str:
+    """The name in this model of a parameter that may have been pruned when it was saved, see `SavedOptimizer.with_names_of`."""
     plain = name.removesuffix("_orig")
     return plain if name not in names and plain in names else name
 
@@ -631,14 +664,14 @@ def _is_complete(slot: str, about: dict[str, Any], tensors: Mapping[str, Tensor]
     return all((f"{slot}.{n}" in tensors) != (str(n) in about["values"]) for n in range(about["length"]))
 
 
-def group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
+def _group_names(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
     """The names of the parameters, by group."""
     return [
         [names.get(id(p), "a parameter that belongs to no module") for p in group["params"]] for group in optimizer.param_groups
     ]
 
 
-def with_parameters_of(
+def _match_parameters(
     optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
 ) -> tuple[SavedOptimizer, list[str]]:
     """The saved state, changed to fit the parameters of this optimizer, and notices for the user.
@@ -647,18 +680,18 @@ def with_parameters_of(
     The state of parameters that this optimizer does not have is dropped. State in another form than that of torch's optimizers
     is returned unchanged.
     """
-    here = group_names(optimizer, names)
-    theirs = [own for own, _ in saved.groups]
-    if saved.opaque is not None or here == theirs:
+    present = _group_names(optimizer, names)
+    theirs = [names_of_group for names_of_group, _ in saved.groups]
+    if saved.opaque is not None or present == theirs:
         return saved, []
-    matches = _matches(here, theirs)
+    matches = _match_groups(present, theirs)
     groups: list[tuple[list[str], dict[str, Any]]] = [
-        (own, {} if match is None else saved.groups[match][1]) for own, match in zip(here, matches, strict=True)
+        (group, {} if match is None else saved.groups[match][1]) for group, match in zip(present, matches, strict=True)
     ]
-    taken = set(chain.from_iterable(here))
-    groups += [saved.groups[number] for number in _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))]
-    kept = dict.fromkeys(chain.from_iterable(own for own, _ in groups))
-    state = {name: own for name, own in saved.state.items() if name in kept}
+    taken = set(chain.from_iterable(present))
+    groups += [saved.groups[number] for number in _added_groups(theirs, matches, taken, getattr(names, "parameters", {}))]
+    kept = dict.fromkeys(chain.from_iterable(group for group, _ in groups))
+    state = {name: slots for name, slots in saved.state.items() if name in kept}
     return replace(saved, groups=groups, state=state), _notices(kept, dict.fromkeys(chain.from_iterable(theirs)))
 
 
@@ -677,22 +710,22 @@ def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) 
     if not isinstance(described, dict) or not isinstance(described.get("groups"), list):
         return True  # plan_optimizer raises an error for it
     known = set(names.values())
-    theirs = [[name_here(name, known) for name in own["parameters"]] for own in described["groups"]]
-    here = group_names(optimizer, names)
-    matches = _matches(here, theirs)
-    taken = set(chain.from_iterable(here))
-    matches += _to_be_added(theirs, matches, taken, getattr(names, "parameters", {}))
+    theirs = [[_present_name(name, known) for name in group["parameters"]] for group in described["groups"]]
+    present = _group_names(optimizer, names)
+    matches = _match_groups(present, theirs)
+    taken = set(chain.from_iterable(present))
+    matches += _added_groups(theirs, matches, taken, getattr(names, "parameters", {}))
     return matches == list(range(len(theirs)))
 
 
-def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[int | None]:
+def _match_groups(present: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> list[int | None]:
     """For each group the index of the saved group that has most of its parameters.
 
     A group without saved parameters gets the saved group of the same index, if that is not assigned.
     """
     matches: list[int | None] = []
-    for own in here:
-        common = [len(set(own) & set(saved)) for saved in theirs]
+    for group in present:
+        common = [len(set(group) & set(saved)) for saved in theirs]
         most = max(common, default=0)
         matches.append(common.index(most) if most else None)
     for number, match in enumerate(matches):
@@ -701,18 +734,18 @@ def _matches(here: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]]) -> 
     return matches
 
 
-def _to_be_added(
+def _added_groups(
     theirs: Sequence[Sequence[str]], matches: Sequence[int | None], taken: set[str], known: Mapping[str, Tensor]
 ) -> list[int]:
     """The saved groups that were added during training: their parameters belong to the modules, and to no group here."""
     return [
         number
-        for number, own in enumerate(theirs)
-        if number not in matches and all(name in known and name not in taken for name in own)
+        for number, group in enumerate(theirs)
+        if number not in matches and all(name in known and name not in taken for name in group)
     ]
 
 
-KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+QUANTIZED_CLASSES: dict[str, tuple[str, tuple[str, ...]]] = {
     "OptimState4bit": ("torchao.optim.subclass_4bit:OptimState4bit", ("codes", "scale", "qmap")),
     "OptimState8bit": ("torchao.optim.subclass_8bit:OptimState8bit", ("codes", "scale", "qmap")),
     "OptimStateFp8": ("torchao.optim.subclass_fp8:OptimStateFp8", ("codes", "scale")),
@@ -720,10 +753,10 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 """Class → its path, and its inner tensors. A checkpoint names one of these, and never a path."""
 
 
-def taken_apart(tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """The inner tensors of a quantized tensor by name, and its description; `None` if it is none of `KINDS`."""
+def _split_quantized(tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """The inner tensors of a quantized tensor by name, and its description; `None` if it is none of `QUANTIZED_CLASSES`."""
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or type(tensor).__name__ not in KINDS:
+    if flatten is None or type(tensor).__name__ not in QUANTIZED_CLASSES:
         return None
     names, attributes = flatten()
     plain = [tuple(value) if isinstance(value, torch.Size) else value for value in attributes]
@@ -731,14 +764,14 @@ def taken_apart(tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]] | No
     return {name: getattr(tensor, name) for name in names}, about
 
 
-def put_together(about: dict[str, Any], inner: dict[str, Tensor]) -> Tensor:
-    """The inverse of `taken_apart`.
+def _join_quantized(about: dict[str, Any], inner: dict[str, Tensor]) -> Tensor:
+    """The inverse of `_split_quantized`.
 
     Raises:
         MissingPackageError: torchao is not installed.
     """
     try:
-        kind = load(KINDS[about["class"]][0])
+        kind = load(QUANTIZED_CLASSES[about["class"]][0])
     except ImportError as error:
         raise missing_package("torchao", "fp8", f"the state of this optimizer ({about['class']})") from error
     attributes = [torch.Size(value) if isinstance(value, tuple) else value for value in about["attributes"]]

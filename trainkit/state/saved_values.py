@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.console import counted
 
-__all__ = ["castable", "copied", "is_of_torch", "odd_value", "same_bits"]
+__all__ = ["castable", "copy_value", "is_of_torch", "kind_mismatch", "same_bits"]
 
 
 def castable(source: Tensor, dtype: torch.dtype) -> bool:
@@ -36,7 +36,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def copied(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """Copy containers and tensors; everything else is shared.
 
     `copy.deepcopy` would copy the whole buffer of a file for each tensor that is a view into it.
@@ -46,10 +46,10 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         result = value.copy()  # of the same class
         for key, item in value.items():
-            result[key] = copied(item)
+            result[key] = copy_value(item)
         return result
     if type(value) in (list, tuple, set):
-        return type(value)(copied(item) for item in value)
+        return type(value)(copy_value(item) for item in value)
     return value
 
 
@@ -58,38 +58,38 @@ def is_of_torch(thing: Any) -> bool:
     return type(thing).__module__.partition(".")[0] == "torch"
 
 
-def odd_value(
-    saved: Any, here: Any, path: str, *, may_be_none: bool = False, any_for_none: bool = False, same_length: bool = False
+def kind_mismatch(
+    saved: Any, present: Any, path: str, *, may_be_none: bool = False, any_for_none: bool = False, same_length: bool = False
 ) -> str | None:
     """A saved value of another kind than the one that this program has in its place, as `path: …`; `None` if there is none.
 
     Only the kinds are compared: numbers, true and false, strings, lists, dicts. Values that only one of the two has are not.
 
     Args:
-        saved: the value in the checkpoint.
-        here: the value that it replaces.
-        path: its key, for the message.
-        may_be_none: a value may be `None` in the checkpoint.
-        any_for_none: if it is `None` here, the saved one may also be a container.
-        same_length: lists must have the same length.
+        saved: The value in the checkpoint.
+        present: The value that it replaces.
+        path: Its key, for the message.
+        may_be_none: A value may be `None` in the checkpoint.
+        any_for_none: If the present value is `None`, the saved one may also be a container.
+        same_length: Lists must have the same length.
     """
-    if (saved is None and (may_be_none or here is None)) or (here is None and (any_for_none or _is_leaf(saved))):
+    if (saved is None and (may_be_none or present is None)) or (present is None and (any_for_none or _is_leaf(saved))):
         return None
-    if not _same_kind(saved, here):
-        return f"{path}: expected {_kind_of(here)}, got {saved!r:.80}"
-    if same_length and isinstance(here, list | tuple) and len(saved) != len(here):
-        return f"{path}: expected {counted(len(here), 'item')}, got {saved!r:.80}"
+    if not _same_kind(saved, present):
+        return f"{path}: expected {_kind_of(present)}, got {saved!r:.80}"
+    if same_length and isinstance(present, list | tuple) and len(saved) != len(present):
+        return f"{path}: expected {counted(len(present), 'item')}, got {saved!r:.80}"
     options = {"may_be_none": may_be_none, "any_for_none": any_for_none, "same_length": same_length}
-    inside = (odd_value(one, other, f"{path}[{key!r:.80}]", **options) for key, one, other in _in_both(saved, here))
+    inside = (kind_mismatch(one, other, f"{path}[{key!r:.80}]", **options) for key, one, other in _in_both(saved, present))
     return next(filter(None, inside), None)
 
 
-def _in_both(saved: Any, here: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _in_both(saved: Any, present: Any) -> Iterator[tuple[Any, Any, Any]]:
     """The items of two containers with the same key or index."""
-    if isinstance(here, dict):
-        yield from ((key, saved[key], here[key]) for key in saved if key in here)
-    elif isinstance(here, list | tuple):
-        yield from ((number, one, other) for number, (one, other) in enumerate(zip(saved, here, strict=False)))
+    if isinstance(present, dict):
+        yield from ((key, saved[key], present[key]) for key in saved if key in present)
+    elif isinstance(present, list | tuple):
+        yield from ((number, one, other) for number, (one, other) in enumerate(zip(saved, present, strict=False)))
 
 
 def _is_leaf(value: Any) -> bool:
@@ -100,15 +100,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real | Tensor) and not isinstance(value, bool)
 
 
-def _same_kind(saved: Any, here: Any) -> bool:
-    if isinstance(here, bool):
+def _same_kind(saved: Any, present: Any) -> bool:
+    if isinstance(present, bool):
         return isinstance(saved, bool) or (_is_number(saved) and saved in (0, 1))  # some pass 1 for True
-    if _is_number(here):
+    if _is_number(present):
         return _is_number(saved)
     for kind in (str, dict, list | tuple):
-        if isinstance(here, kind):
+        if isinstance(present, kind):
             return isinstance(saved, kind)
-    return here is not None
+    return present is not None
 
 
 def _kind_of(value: Any) -> str:

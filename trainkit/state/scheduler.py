@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainkit.checkpoint.state_schema import scheduler_problem
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
 from trainkit.optim.prepared import PreparedScheduler
-from trainkit.state.saved_values import copied, is_of_torch, odd_value
+from trainkit.state.saved_values import copy_value, is_of_torch, kind_mismatch
 
 __all__ = ["capture_scheduler", "check_scheduler", "restore_scheduler"]
 
@@ -141,7 +141,7 @@ def _odd_state(bare: Any, saved: Mapping[str, Any], path: str) -> str | None:
     here = {key: _plain(value) for key, value in bare.state_dict().items() if not _contains_code(value)}
     torchs = is_of_torch(bare)
     if (
-        problem := odd_value(dict(saved), here, path, may_be_none=not torchs, any_for_none=not torchs)
+        problem := kind_mismatch(dict(saved), here, path, may_be_none=not torchs, any_for_none=not torchs)
     ) is not None or not torchs:
         return problem
     for key, least in (("last_epoch", -1), ("_step_count", 0)):
@@ -161,7 +161,7 @@ def _as_call(name: str, chained: Any) -> str:
 
 def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
     inner = {key: getattr(scheduler, key) for key in state["inner"]}
-    scheduler.load_state_dict(copied(state["state"]))  # the scheduler keeps it
+    scheduler.load_state_dict(copy_value(state["state"]))  # the scheduler keeps it
     for key, part in inner.items():
         _load(part, state["inner"][key])
     optimizer = getattr(scheduler, "optimizer", None)
@@ -172,7 +172,7 @@ def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
 def _snapshot(scheduler: Any) -> Callable[[], None]:
     """A function that restores a scheduler and its parts."""
     before = dict(vars(scheduler))
-    containers = {key: copied(value) for key, value in before.items() if type(value) in (list, dict)}
+    containers = {key: copy_value(value) for key, value in before.items() if type(value) in (list, dict)}
     below = [_snapshot(part) for part in [*_parts(scheduler), *(v for v in before.values() if _is_scheduler(v))]]
     optimizer = before.get("optimizer", _MISSING)
     called = getattr(optimizer, "_opt_called", _MISSING)

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-import mmap
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.nn.parameter import is_lazy
-
-from trainkit.accelerator.prepared_models import Wrapped, unwrap
+from trainkit.accelerator.prepared_models import Wrapped
+from trainkit.accelerator.prepared_models import unwrap
 from trainkit.accelerator.processes import strategy_of
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST
+from trainkit.checkpoint.manifest import DIGEST
+from trainkit.checkpoint.manifest import MANIFEST
 from trainkit.checkpoint.plain_files import read_tensors
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checks import is_whole
-from trainkit.console import counted, notice, warn
+from trainkit.console import counted
+from trainkit.console import notice
+from trainkit.console import warn
 from trainkit.distributed.parameter_placement import is_dtensor
 from trainkit.distributed.requested_devices import find_device
-from trainkit.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    StateMismatchError,
-    UnknownNameError,
-    UnsupportedArgumentError,
-    nearest,
-)
-from trainkit.optim.parameter_names import clean_names, clean_paths
+from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointNotFoundError
+from trainkit.errors import ConfigurationError
+from trainkit.errors import CorruptCheckpointError
+from trainkit.errors import StateMismatchError
+from trainkit.errors import UnknownNameError
+from trainkit.errors import UnsupportedArgumentError
+from trainkit.errors import nearest
+from trainkit.optim.parameter_names import clean_names
+from trainkit.optim.parameter_names import clean_paths
 from trainkit.registry import strategy_infos
-from trainkit.state.model import ModelState, plan_model
+from trainkit.state.model import ModelState
+from trainkit.state.model import plan_model
 from trainkit.state.training_objects import model_stems
-from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
+from trainkit.tagged_json.codec import MAX_JSON_BYTES
+from trainkit.tagged_json.codec import strict_json
+from typing import Any
+from typing import cast
+import mmap
+import os
+import torch
 
 __all__ = ["extract_model_from_parallel", "is_compiled_module", "load_checkpoint_in_model"]
 
@@ -128,7 +137,7 @@ def load_checkpoint_in_model(
 
     with _restored_on_error(inner):
         _place(inner, devices, dtype_of, {name for name, clean in names.items() if clean in sources})
-        said = plan_model(inner, state, strict=strict, what=what, placeholders=sharded, take=load_sharded)()
+        said = plan_model(inner, state, strict=strict, what=what, placeholders=sharded, load_placeholders=load_sharded)()
     for text in said:
         notice(text)
     left = [name for _, _, name, tensor in _entries(inner) if tensor.is_meta]

@@ -20,8 +20,7 @@ from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError
-from trainkit.state.callback_state import drafted
-from trainkit.state.plan_checkpoint import checksums
+from trainkit.state.plan_checkpoint import checksums, plan_checkpoint
 from trainkit.tagged_json.tensors import ShardedTensor
 
 
@@ -73,7 +72,7 @@ def test_buffers_and_sharded_tensors_are_not_compared() -> None:
 
 
 def draft(world: World, name: str, values: list[Tensor]) -> None:
-    drafted(world, content(**{name: values[world.rank]}))
+    plan_checkpoint(world, content(**{name: values[world.rank]}))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainkit import TrainModule
 from trainkit.errors import CorruptCheckpointError, MissingPackageError, StateMismatchError
 from trainkit.optim.parameter_names import ParameterNames, parameter_names
-from trainkit.state.optimizer import KINDS, capture_optimizer, plan_optimizer
+from trainkit.state.optimizer import QUANTIZED_CLASSES, capture_optimizer, plan_optimizer
 
 KINDS_OF = {"AdamW8bit": "OptimState8bit", "AdamW4bit": "OptimState4bit", "AdamWFp8": "OptimStateFp8"}
 
@@ -144,7 +144,7 @@ def trained(name: str, width: int = 128) -> tuple[Net, torch.optim.Optimizer, Pa
 def test_inner_tensors_are_slots(name: str) -> None:
     _, made, names = trained(name)
     stored = capture_optimizer(made, 0, names)
-    inner = [f"0/net.0.weight/exp_avg.{part}" for part in KINDS[KINDS_OF[name]][1]]
+    inner = [f"0/net.0.weight/exp_avg.{part}" for part in QUANTIZED_CLASSES[KINDS_OF[name]][1]]
     assert set(inner) <= set(stored.irregular)
     assert all(type(tensor) is Tensor for tensor in stored.tensors.values())
     about = stored.described["state"]["net.0.weight"]["quantized"]["exp_avg"]

@@ -52,7 +52,7 @@ def changed(kind: str) -> nn.Module:
 def test_the_error_says_what_the_names_mean(kind: str) -> None:
     module, name = changed(kind), kind.removesuffix(" (")
     with pytest.raises(StateMismatchError) as saved:
-        plan_model(plain(), capture_model(module), what="it", folds=False)
+        plan_model(plain(), capture_model(module), what="it", fold_masks=False)
     assert f" by {name}" in str(saved.value)
     assert "before loading, in __init__ or configure_model: " in str(saved.value)
     assert KINDS[kind][1] in str(saved.value)

@@ -16,7 +16,7 @@ from trainkit import Accelerator, Strategy
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError
 from trainkit.optim.parameter_names import parameter_names
 from trainkit.state.optimizer import OptimizerState, capture_optimizer, plan_optimizer, same_groups
-from trainkit.state.saved_values import copied
+from trainkit.state.saved_values import copy_value
 
 WHAT = "the checkpoint step-4"
 
@@ -148,7 +148,7 @@ def test_a_function_among_the_options_is_named() -> None:
 
 def test_a_copy_of_a_view_has_memory_of_its_own() -> None:
     buffer = torch.zeros(1_000_000)
-    copy = copied({"a": [buffer[:2]], "b": (buffer[3],)})
+    copy = copy_value({"a": [buffer[:2]], "b": (buffer[3],)})
     assert copy["a"][0].untyped_storage().nbytes() == 8
     assert isinstance(copy["b"], tuple)
 
