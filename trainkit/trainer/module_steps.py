@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.console import notice
-from trainkit.data.micro_batch import MicroBatch, MicroBatchKind
+from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.errors import DataError, LossError, OptimizerError
 from trainkit.metrics.metric_objects import metric_objects, object_state, set_state
 from trainkit.metrics.store import MetricResults, MetricStore
-from trainkit.data.micro_batch import NO_BATCH
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import map_tensors

@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+import mmap
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from torch import Tensor
-from torch import nn
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from trainkit.accelerator.prepared_models import Wrapped
-from trainkit.accelerator.prepared_models import unwrap
+
+from trainkit.accelerator.prepared_models import Wrapped, unwrap
 from trainkit.accelerator.processes import strategy_of
-from trainkit.checkpoint.manifest import DIGEST
-from trainkit.checkpoint.manifest import MANIFEST
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.plain_files import read_tensors
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checks import is_whole
-from trainkit.console import counted
-from trainkit.console import notice
-from trainkit.console import warn
+from trainkit.console import counted, notice, warn
 from trainkit.distributed.parameter_placement import is_dtensor
 from trainkit.distributed.requested_devices import find_device
-from trainkit.errors import CheckpointError
-from trainkit.errors import CheckpointNotFoundError
-from trainkit.errors import ConfigurationError
-from trainkit.errors import CorruptCheckpointError
-from trainkit.errors import StateMismatchError
-from trainkit.errors import UnknownNameError
-from trainkit.errors import UnsupportedArgumentError
-from trainkit.errors import nearest
-from trainkit.optim.parameter_names import clean_names
-from trainkit.optim.parameter_names import clean_paths
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StateMismatchError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+    nearest,
+)
+from trainkit.optim.parameter_names import clean_names, clean_paths
 from trainkit.registry import strategy_infos
-from trainkit.state.model import ModelState
-from trainkit.state.model import plan_model
+from trainkit.state.model import ModelState, plan_model
 from trainkit.state.training_objects import model_stems
-from trainkit.tagged_json.codec import MAX_JSON_BYTES
-from trainkit.tagged_json.codec import strict_json
-from typing import Any
-from typing import cast
-import mmap
-import os
-import torch
+from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
 __all__ = ["extract_model_from_parallel", "is_compiled_module", "load_checkpoint_in_model"]
 
