@@ -1,6 +1,6 @@
 """Paths that users pass: `~` is expanded, and a URL such as `s3://bucket/run` becomes a local staging folder.
 
-Everything is written to the staging folder, as to any other folder, and `trainkit.checkpoint.remote` copies it to the URL.
+Everything is written to the staging folder, as to any other folder, and `trainkit.checkpoint.urls` copies it to the URL.
 """
 
 from __future__ import annotations

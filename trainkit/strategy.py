@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
+from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.parameter_placement import check_placement, move_module, move_rest, move_state, refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices, find_device, generators_of
 from trainkit.distributed.world import Ranks

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from trainkit.checks import real_number
 from trainkit.console import notice
-from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
+from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError, nearest

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator.prepared_models import Wrapped
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
-from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
+from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.parameter_placement import refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World

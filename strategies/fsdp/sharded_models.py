@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from trainkit.data.micro_batch import MicroBatch
+from trainkit.data.micro_batches import MicroBatch
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ConfigurationError, ModuleError, OptimizerError
 from trainkit.module.blocks import Choice

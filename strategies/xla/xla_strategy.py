@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
+from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, LossError

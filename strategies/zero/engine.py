@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.prepared_models import Wrapped
-from trainkit.data.micro_batch import MicroBatch
+from trainkit.data.micro_batches import MicroBatch
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ConfigurationError, LossError, ModuleError, OptimizerError
 from trainkit.precision import Precision

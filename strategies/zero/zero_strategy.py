@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch
+from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.precision import Precision

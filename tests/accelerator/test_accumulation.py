@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainkit.accelerator.gradients import AccumulationState
-from trainkit.data.micro_batch import WindowEntry
+from trainkit.data.micro_batches import WindowEntry
 from trainkit.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 
 

@@ -9,10 +9,12 @@ A room is a module or package directly below `trainkit`, for example `trainkit.d
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import tokenize
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -22,10 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 # Folder → its package name. Links in trainkit/ are not followed, so that each file is read once.
 PACKAGES = {"trainkit": "trainkit", "callbacks": "trainkit.callbacks", "strategies": "trainkit.strategies"}
 
+OWN_FILE = "A file of its own because"
+SMALL = 60  # lines of code
+
 # Prefixes of DeepSpeed's keys and attributes that no `StrategyInfo` lists.
 PREFIXES = ("zero_stage", "zero_opt", "ds_")
 
-FILE_LINES = 700  # without docstrings
+FILE_LINES = 700  # of code
 FUNCTION_LINES = 60
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -388,14 +393,41 @@ def too_long(source: Source) -> dict[str, str]:
     """Complaints about files and functions that are too long, by the key that a table of exceptions uses."""
     complaints = {}
     tree = source.tree
-    lines = source.text.count("\n") - sum(map(docstring_lines, ast.walk(tree)))
-    if lines > FILE_LINES:
+    if (lines := code_lines(source)) > FILE_LINES:
         complaints[source.path] = source.at(1, f"has {lines} lines, more than {FILE_LINES}")
     for node in ast.walk(tree):
         if isinstance(node, Function) and (lines := function_lines(node)) > FUNCTION_LINES:
             complaint = source.at(node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
             complaints[f"{source.path}:{node.name}"] = complaint
     return complaints
+
+
+def code_lines(source: Source) -> int:
+    """Number of lines with code: without empty lines, comments and docstrings."""
+    tokens = tokenize.generate_tokens(io.StringIO(source.text).readline)
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines = {line for token in tokens if token.type not in layout for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines) - sum(map(docstring_lines, ast.walk(source.tree)))
+
+
+def fragments(sources: Sequence[Source]) -> list[str]:
+    """Small modules with one importer, which is in the same room: parts of that module, unless a sentence says why not."""
+    importers: dict[str, set[Source]] = {}
+    for source in sources:
+        for item in imports(source.tree):
+            importers.setdefault(item.module, set()).add(source)
+            importers.setdefault(item.full, set()).add(source)
+    return [
+        source.at(1, f"has {lines} lines and one importer, {importer.path}: merge them, or write '{OWN_FILE} …'")
+        for source in sources
+        if not source.path.endswith(("__init__.py", "__main__.py"))
+        for importer in importers.get(source.module, ())
+        if len(importers[source.module]) == 1
+        and room_of(importer.module) == room_of(source.module)
+        and not importer.path.endswith("__init__.py")
+        and (lines := code_lines(source)) < SMALL
+        and OWN_FILE not in source.text
+    ]
 
 
 def function_lines(node: Function) -> int:

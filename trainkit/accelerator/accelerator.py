@@ -25,7 +25,7 @@ from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, 
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, share_of, waits_for_first
 from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
-from trainkit.checkpoint.remote import remote_sync
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.config.kwargs_handlers import (

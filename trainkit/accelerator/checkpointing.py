@@ -25,9 +25,9 @@ from trainkit.checkpoint.manifest import Manifest, is_checkpoint
 from trainkit.checkpoint.plain_files import shard_size, write_object, write_weights
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
-from trainkit.checkpoint.remote import remote_sync
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.tensor_file import FiniteCheck
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import notice, shortened, warn
 from trainkit.data.loader import PreparedLoader

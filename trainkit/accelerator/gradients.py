@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.prepared_models import PreparedObjects
 from trainkit.console import counted
-from trainkit.data.micro_batch import WHOLE_WINDOW, MicroBatch, MicroBatchKind
+from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch, MicroBatchKind
 from trainkit.data.windows import checked_weight
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, OptimizerError, UnsupportedArgumentError

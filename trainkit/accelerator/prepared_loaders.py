@@ -19,7 +19,7 @@ from trainkit.data.batches import BatchPadding
 from trainkit.data.combined import CombinedLoader, batch_size_of, is_plain_list
 from trainkit.data.keyed_sampler import split_batches
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.micro_batch import MicroBatch, MicroBatchKind, WindowEntry
+from trainkit.data.micro_batches import MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.errors import ConfigurationError
 from trainkit.nested import batch_size, copied
 from trainkit.rng import Stage, resolve_seed

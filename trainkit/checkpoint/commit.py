@@ -21,8 +21,8 @@ from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line, hidden_path
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.regular_file import read_small_file
-from trainkit.checkpoint.remote import remote_sync
 from trainkit.checkpoint.tensor_file import write_file
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.console import shortened
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError

@@ -15,8 +15,8 @@ from trainkit.checkpoint.commit import sync_folder
 from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, hidden_path, is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
-from trainkit.checkpoint.remote import RemoteCheckpoint, remote_sync
 from trainkit.checkpoint.tensor_file import write_file
+from trainkit.checkpoint.urls import RemoteCheckpoint, remote_sync
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
 

@@ -31,9 +31,9 @@ from trainkit.checkpoint.manifest import (
 )
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, assign_to_ranks, run_on_all_ranks
 from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file
-from trainkit.checkpoint.remote import remote_sync, why_not_at_the_url
 from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import tensors_in
+from trainkit.checkpoint.urls import remote_sync, why_not_at_the_url
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
 from trainkit.paths import local_path
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, loads, strict_json

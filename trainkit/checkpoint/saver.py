@@ -28,7 +28,7 @@ from trainkit.checkpoint.folder import (
 )
 from trainkit.checkpoint.lock import FolderLock
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, run_on_all_ranks, wait_for_path
-from trainkit.checkpoint.remote import remote_at, remote_sync
+from trainkit.checkpoint.urls import remote_at, remote_sync
 from trainkit.console import echo
 from trainkit.distributed.world import ThreadExchange, World
 from trainkit.errors import CheckpointError, CheckpointWriteError

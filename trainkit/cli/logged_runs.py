@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from trainkit.checkpoint.regular_file import not_regular
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.urls import remote_at
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.loggers.log_folder import replace_file
 from trainkit.loggers.run_files import MAX_STEP, Series, find_run, folders_in

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trainkit.console import with_article
-from trainkit.data.micro_batch import MicroBatch
+from trainkit.data.micro_batches import MicroBatch
 from trainkit.errors import DataError, ModuleError
 from trainkit.nested import batch_size, leaves, rebuild
 

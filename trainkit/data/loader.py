@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.console import counted, notice, warn
 from trainkit.data.batches import BatchPadding, concatenate, concatenate_each, concatenate_groups, to_device
 from trainkit.data.combined import CombinedLoader, batch_size_of
-from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
+from trainkit.data.micro_batches import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.data.stream import CombinedStream, Stream, open_stream
 from trainkit.data.stream_sharder import Resumption
 from trainkit.data.windows import Window, WindowPart, collect_windows, plan_windows

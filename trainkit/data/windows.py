@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind, WindowEntry
+from trainkit.data.micro_batches import NO_BATCH, MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 

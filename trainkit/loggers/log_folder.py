@@ -21,7 +21,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 
 from trainkit.checkpoint.regular_file import not_regular, read_small_file
-from trainkit.checkpoint.remote import remote_at, remote_sync
+from trainkit.checkpoint.urls import remote_at, remote_sync
 from trainkit.checks import is_whole
 from trainkit.console import counted, notice, warn
 from trainkit.errors import ConfigurationError, CorruptCheckpointError

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.checkpoint.regular_file import not_regular, read_small_file, regular_file
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.urls import remote_at
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, TrainkitError, missing_package
 from trainkit.loggers.log_folder import AppendFile
 from trainkit.masking import mask_arguments, mask_text

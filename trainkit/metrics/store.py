@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.data.micro_batch import NO_BATCH
+from trainkit.data.micro_batches import NO_BATCH
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.metric_objects import LoaderStates, capture_objects, metric_objects, overlap, reset, restore_objects

@@ -25,7 +25,7 @@ import torch
 
 from trainkit.checkpoint.folder import pointed_to
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
-from trainkit.checkpoint.remote import remote_sync
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.console import notice
 from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule

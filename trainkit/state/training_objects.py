@@ -344,7 +344,9 @@ def _plan_models(
         )
         placeholders, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
         folds = "optimizer" not in wanted  # a run that continues needs the masks
-        yield plan_model(model, model_state, strict=strict, what=what, placeholders=placeholders, load_placeholders=take, fold_masks=folds)
+        yield plan_model(
+            model, model_state, strict=strict, what=what, placeholders=placeholders, load_placeholders=take, fold_masks=folds
+        )
 
 
 def _plan_optimizers(

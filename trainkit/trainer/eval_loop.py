@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
+from trainkit.data.micro_batches import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.errors import ConfigurationError
 from trainkit.metrics.store import Scope
 from trainkit.module.overridable_hooks import is_overridden

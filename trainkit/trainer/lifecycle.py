@@ -19,7 +19,7 @@ import torch
 from trainkit.accelerator import Accelerator
 from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.callback import Callback
-from trainkit.checkpoint.remote import remote_sync
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.console import counted, each_once, notice, user_frames, with_article
 from trainkit.distributed.failure_handling import report_failure
 from trainkit.distributed.requested_devices import other_generators

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.console import notice
-from trainkit.data.micro_batch import NO_BATCH, MicroBatch, MicroBatchKind
+from trainkit.data.micro_batches import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.errors import DataError, LossError, OptimizerError
 from trainkit.metrics.metric_objects import metric_objects, object_state, set_state
 from trainkit.metrics.store import MetricResults, MetricStore

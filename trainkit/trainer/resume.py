@@ -15,7 +15,7 @@ from trainkit.checkpoint.folder import ListedCheckpoint, candidates, pointed_to
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
-from trainkit.checkpoint.remote import remote_sync
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.checks import real_number
 from trainkit.console import counted, notice, shortened, warn
 from trainkit.data.order import ORDER_VERSION

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainkit.checkpoint.folder import CHECKPOINTS, candidates, check_writable, folders_below
 from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.remote import remote_at
+from trainkit.checkpoint.urls import remote_at
 from trainkit.errors import CheckpointWriteError
 from trainkit.module.overridable_hooks import is_overridden
 

@@ -18,7 +18,7 @@ from trainkit.config.compiling import Compilation, compilation_of, refuse_compil
 from trainkit.config.settings import inherited_settings
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
-from trainkit.data.micro_batch import MicroBatch
+from trainkit.data.micro_batches import MicroBatch
 from trainkit.errors import ConfigurationError, EmptyLoaderError, HookError, MissingMethodError
 from trainkit.metrics.store import MetricResults, MetricStore
 from trainkit.module.overridable_hooks import is_overridden

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainkit.console import warn
-from trainkit.data.micro_batch import MicroBatch, MicroBatchKind
+from trainkit.data.micro_batches import MicroBatch, MicroBatchKind
 from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.metric_objects import count_updates
 from trainkit.metrics.store import Scope

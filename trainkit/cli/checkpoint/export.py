@@ -24,7 +24,7 @@ from trainkit._version import __version__
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.plain_files import shard_size, write_weights
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.checkpoint.remote import remote_sync
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.cli.checkpoint.exported_module import ExportedModule, read_module
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted

@@ -23,7 +23,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import check_target, commit
-from trainkit.checkpoint.remote import remote_sync
+from trainkit.checkpoint.urls import remote_sync
 from trainkit.cli.checkpoint.read_foreign import MALFORMED, Foreign, malformed_error, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import counted

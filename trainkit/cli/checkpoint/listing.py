@@ -9,7 +9,7 @@ from typing import Any
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
-from trainkit.checkpoint.remote import remote_at, remote_sync
+from trainkit.checkpoint.urls import remote_at, remote_sync
 from trainkit.cli.checkpoint.text import (
     about_manifest,
     as_json,

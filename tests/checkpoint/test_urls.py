@@ -16,9 +16,9 @@ from helpers.runs.tiny import TinyModule
 
 from trainkit import paths
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
-from trainkit.checkpoint import remote as module
+from trainkit.checkpoint import urls as module
 from trainkit.checkpoint.folder import checkpoints_here, free_name, remove, write_pointer
-from trainkit.checkpoint.remote import RemoteFolder, RemoteSync, remote_at, remote_sync
+from trainkit.checkpoint.urls import RemoteFolder, RemoteSync, remote_at, remote_sync
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from trainkit.paths import local_path
@@ -399,7 +399,7 @@ def test_two_downloads_of_one_checkpoint(monkeypatch: pytest.MonkeyPatch) -> Non
     def late(self: RemoteFolder, partial: Path, digest: bytes) -> None:
         monkeypatch.setattr(RemoteFolder, "_put_in_place", put_in_place)
         remote.download(there)  # of another process
-        monkeypatch.setattr("trainkit.checkpoint.remote.has_checkpoint_files", lambda folder: False)
+        monkeypatch.setattr("trainkit.checkpoint.urls.has_checkpoint_files", lambda folder: False)
         put_in_place(self, partial, digest)
 
     monkeypatch.setattr(RemoteFolder, "_put_in_place", late)
