@@ -13,7 +13,6 @@ from contextlib import suppress
 from types import ModuleType
 from typing import NoReturn
 
-from trainkit.config.settings import debugging
 from trainkit.console import echo, warn
 from trainkit.errors import ConfigurationError
 from trainkit.launch import START_FOLDER
@@ -159,6 +158,8 @@ def _script(arguments: list[str]) -> tuple[int, str]:
 
 def watch_cuda() -> None:
     """In debug mode, record the line that initializes CUDA from now on."""
+    from trainkit.config.settings import debugging  # which imports torch, and the launcher must not before `quietly`
+
     global _watching, _where
     if _watching or not debugging():
         return
@@ -181,7 +182,7 @@ def warn_if_cuda_initialized(launcher: str) -> None:
 
 
 def _record_line() -> None:
-    from trainkit.distributed.world import file_name_of, find_caller  # which imports torch: see `quietly`
+    from trainkit.distributed.world import file_name_of, find_caller
 
     global _where
     _, frame = find_caller(sys._getframe())
