@@ -1,19 +1,62 @@
-"""Checks of arguments: integers, numbers, one of several values, functions, and the names of keywords.
+"""Checks of arguments: integers, numbers, one of several values, functions, keywords; and arguments as fields with their checks.
 
 `name` is the argument as in messages: `max_epochs`, or with its class `EarlyStopping(patience=)`.
+
+A class with many arguments states each once, as a field of a dataclass: `max_steps: int = argument(-1, whole(-1))`, whose text
+is in the docstring of that class. From it come the checks (`check_arguments`), the signature (`accepts`) and the docstring
+(`describe_arguments`) of the class with the arguments.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
+from dataclasses import fields
+from functools import partial
+from inspect import Parameter
+from inspect import cleandoc
+from inspect import signature
+from numbers import Integral
+from trainkit.errors import ConfigurationError
+from trainkit.errors import UnknownNameError
+from trainkit.errors import nearest
+from typing import Any
+from typing import Concatenate
+from typing import Literal
+from typing import ParamSpec
+from typing import TYPE_CHECKING
+from typing import TypeGuard
+from typing import overload
 import inspect
 import math
-from collections.abc import Sequence
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, overload
+import re
 
-from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+__all__ = [
+    "Argument",
+    "KnownKeywords",
+    "accepts",
+    "argument",
+    "argument_texts",
+    "arguments_of",
+    "check_arguments",
+    "choice",
+    "describe_arguments",
+    "function",
+    "is_number",
+    "is_whole",
+    "optional",
+    "real_number",
+    "switch",
+    "whole",
+    "whole_number",
+]
 
-__all__ = ["KnownKeywords", "choice", "function", "is_number", "is_whole", "real_number", "whole_number"]
+P = ParamSpec("P")
+Check = Callable[[Any, str], Any]
+"""Called with a value and the name of its argument; returns the value, or raises a `ConfigurationError`."""
 
 
 def is_whole(value: Any) -> TypeGuard[int]:
@@ -135,6 +178,87 @@ def function(value: Any, name: str, example: str) -> Any:
 
 def _as_code(name: str, value: Any) -> str:
     return f"{name[:-1]}{value})" if name.endswith("=)") else f"{name}={value}"
+
+
+def switch(value: Any, name: str) -> Any:
+    """`value`, True or False; else a `ConfigurationError`."""
+    if isinstance(value, str) or value not in (True, False):
+        raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
+    return value
+
+
+def whole(least: int) -> Check:
+    """The check `whole_number` with a smallest value; of -1 it says that this is no limit."""
+    return partial(whole_number, least=least, expected=f"an integer ≥ {least}" + (" (-1: no limit)" if least == -1 else ""))
+
+
+def optional(check: Check) -> Check:
+    """A check that also accepts None."""
+    return lambda value, name: None if value is None else check(value, name)
+
+
+# ---------------------------------------------------------------------------------------------------- arguments as fields
+
+
+@dataclass(frozen=True)
+class Argument:
+    """What a field that `argument` makes carries in its metadata.
+
+    Attributes:
+        check: checks a value, and may replace it by one that means the same; `None`: each value is accepted.
+        kept: the object keeps the value; otherwise what the constructor makes of it counts.
+    """
+
+    check: Check | None
+    kept: bool
+
+
+def argument(default: Any, check: Check | None = None, *, kept: bool = True) -> Any:
+    """The field of a dataclass that states an argument; see `Argument`."""
+    return field(default=default, metadata={"argument": Argument(check, kept)})
+
+
+def arguments_of(kind: type) -> dict[str, Argument]:
+    """The arguments that the fields of a dataclass state, by name."""
+    return {one.name: one.metadata["argument"] for one in fields(kind) if "argument" in one.metadata}
+
+
+def argument_texts(kind: type) -> dict[str, str]:
+    """The text of each argument, from the sections `Args: <title>` of a docstring."""
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", cleandoc(kind.__doc__ or ""), re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def check_arguments(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of arguments, checked by the fields that state them.
+
+    Raises:
+        ConfigurationError: A value is wrong.
+    """
+    stated = arguments_of(kind)
+    return {name: value if (check := stated[name].check) is None else check(value, name) for name, value in values.items()}
+
+
+def accepts(kind: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give an `__init__(self, **arguments)` the signature of a dataclass; it must refuse unknown arguments itself."""
+
+    def with_signature(function: Any) -> Any:
+        own = signature(function)
+        first, rest = own.parameters.values()
+        parameters: list[Parameter] = [first, *signature(kind).parameters.values(), rest.replace(name="unknown")]
+        function.__signature__ = own.replace(parameters=parameters)
+        function.__annotations__ = {one.name: one.annotation for one in parameters[1:]} | {"return": "None"}
+        function.__module__ = kind.__module__  # where these annotations can be resolved
+        return function
+
+    return with_signature
+
+
+def describe_arguments(text: str | None, kind: type) -> str:
+    """The docstring of a class with the sections `Args: <title>` of its arguments, before its section `Raises:`."""
+    before, raises, after = cleandoc(text or "").partition("Raises:")
+    _, args, sections = cleandoc(kind.__doc__ or "").partition("Args:")
+    return f"{before}{args}{sections}\n\n{raises}{after}"
 
 
 class KnownKeywords:

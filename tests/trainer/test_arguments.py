@@ -27,7 +27,7 @@ from trainkit.errors import (
     UnsupportedArgumentError,
 )
 from trainkit.names import advice_by_place
-from trainkit.trainer.arguments import limited
+from trainkit.trainer.loaders import limited
 
 ADVICE = advice_by_place()
 

@@ -13,20 +13,9 @@ from trainkit import Callback
 from trainkit.trainer.arguments import TrainerArguments
 from trainkit.trainer.progress import DueDates, RunProgress
 
-DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(TrainerArguments.__dataclass_fields__),
-    "max_steps": -1,
-    "overfit_batches": 0.0,
-    "fast_dev_run": False,
-    "check_val_every_n_epoch": 1,
-    "accumulate_grad_batches": 1,
-    "reload_dataloaders_every_n_epochs": 0,
-    "slurm_requeue": False,
-}
-
 
 def due(progress: RunProgress | None = None, **arguments: Any) -> DueDates:
-    return DueDates(TrainerArguments(**{**DEFAULTS, **arguments}), progress or RunProgress())
+    return DueDates(TrainerArguments(**arguments), progress or RunProgress())
 
 
 # ---------------------------------------------------------------------------------------------------------------- logging

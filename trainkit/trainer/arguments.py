@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
-from trainkit.checks import is_whole, real_number, whole_number
+from trainkit.checks import (
+    argument,
+    argument_texts,
+    arguments_of,
+    check_arguments,
+    is_whole,
+    optional,
+    real_number,
+    switch,
+    whole,
+)
 from trainkit.config.settings import Settings, inherited_settings
-from trainkit.console import counted
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
@@ -21,135 +31,231 @@ from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.paths import local_path
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
+from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
+    from trainkit.callback import Callback
     from trainkit.config.settings import Plugin
+    from trainkit.loggers import Logger
+    from trainkit.optim.step_arguments import StepArguments
+    from trainkit.precision import Precision
+    from trainkit.strategy import Strategy
+    from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["ArgumentView", "TrainerArguments", "assign_argument", "attribute_errors", "limited", "with_settings"]
+__all__ = ["ArgumentView", "TrainerArguments", "assign_argument", "attribute_errors", "read_arguments", "with_settings"]
 
 
-Value = TypeVar("Value")
+def _as_count(value: Any) -> Any:
+    """A whole float above 1, such as `10.0`, is a number of batches and no fraction."""
+    return int(value) if isinstance(value, float) and value > 1.0 and value.is_integer() else value
 
 
-class ArgumentView(Generic[Value]):
-    """An argument of the Trainer under its name, with its default filled in; assigning it takes effect in the next run.
-
-    Args:
-        fixed: It cannot be assigned, because the Trainer has made a callback from it.
-    """
-
-    def __init__(self, fixed: bool = False) -> None:
-        self._fixed = fixed
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    @overload
-    def __get__(self, trainer: None, owner: type) -> ArgumentView[Value]: ...
-
-    @overload
-    def __get__(self, trainer: Trainer, owner: type) -> Value: ...
-
-    def __get__(self, trainer: Trainer | None, owner: type) -> Any:
-        return self if trainer is None else getattr(trainer._arguments, self._name)
-
-    def __set__(self, trainer: Trainer, value: Any) -> None:
-        if self._fixed:
-            raise ConfigurationError(
-                f"trainer.{self._name} cannot be assigned: a callback was made from it. Pass it: "
-                f"Trainer({self._name}={value!r})"
-            )
-        assign_argument(trainer, self._name, value)
+def _limit(value: Any, name: str) -> int | float:
+    value = 1.0 if value is None else _as_count(value)
+    if (is_whole(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value <= 1.0):
+        return value
+    raise ConfigurationError(
+        f"{name} must be a number of batches (an integer ≥ 0) or a fraction (a float from 0.0 to 1.0), not {value!r}. For "
+        f"example: {name}=100 or {name}=0.25"
+    )
 
 
-def assign_argument(trainer: Trainer, name: str, value: Any) -> None:
-    """Change an argument of a Trainer, checked together with all others.
-
-    Raises:
-        ConfigurationError: A run is in progress, or the value is wrong or contradicts another argument.
-    """
-    if trainer.stage is not None:
-        by_epoch = name == "accumulate_grad_batches"
-        raise ConfigurationError(
-            f"trainer.{name} cannot change during a run, whose plan is fixed. Assign it before: trainer.{name} = {value!r}"
-            + (", or let it change by epoch: callbacks=[GradientAccumulationScheduler({0: 1, 4: 2})]" if by_epoch else "")
-        )
-    if name == "accumulate_grad_batches" and (isinstance(value, Mapping) or trainer._run.accumulation_schedule is not None):
-        raise ConfigurationError(
-            "trainer.accumulate_grad_batches cannot be assigned where the number changes by epoch, because a callback sets it. "
-            f"Pass it: Trainer(accumulate_grad_batches={value!r})"
-        )
-    changed = trainer._arguments.with_value(name, value)
-    if changed.fast_dev_run and getattr(changed, name) == getattr(trainer._arguments, name) != value:
-        raise ConfigurationError(
-            f"trainer.{name} = {value!r} has no effect, because fast_dev_run={changed.fast_dev_run!r} sets it to "
-            f"{getattr(changed, name)!r}. Remove fast_dev_run."
-        )
-    trainer.strategy.check_arguments(changed)
-    trainer._run.use_arguments(changed)
+def _interval(value: Any, name: str) -> int | float | timedelta | None:
+    if isinstance(value, str | timedelta | Mapping):
+        if time := _as_time(value):  # not 0 either
+            return time
+    else:
+        value = _as_count(value)
+        if value is None or (isinstance(value, float) and 0.0 < value <= 1.0) or (is_whole(value) and value >= 1):
+            return value
+    raise ConfigurationError(
+        "val_check_interval must be a number of training batches (an integer ≥ 1), a fraction of the epoch (a float "
+        f"above 0.0 up to 1.0) or a time such as '00:00:30:00', not {value!r}. To validate every N optimizer steps: "
+        "val_every_n_steps=N"
+    )
 
 
-def check_switches(given: dict[str, Any]) -> dict[str, Any]:
-    """Check that the switches of a Trainer are True, False or, where that is allowed, None; returns its arguments."""
-    for name in (
-        "enable_checkpointing",
-        "enable_progress_bar",
-        "enable_model_summary",
-        "slurm_requeue",
-        "inference_mode",
-        "detect_anomaly",
-        "log_grad_norm",
-        "benchmark",
-    ):
-        value = given[name]
-        optional = name == "benchmark" or name.startswith("enable_")  # Lightning's default is None
-        if not (value is None and optional) and (isinstance(value, str) or value not in (True, False)):
-            raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
-    return given
+def _as_time(value: Any) -> timedelta | None:
+    """A time in one of the forms of `max_time`; `None` if it is none of them."""
+    try:
+        return timedelta(seconds=load_callback("timer")(value).duration)
+    except ConfigurationError:
+        return None
 
 
-@dataclass
+def _checkpointing(value: Any, name: str) -> Any:
+    checkpointing_choice(value)
+    return value
+
+
+def _algorithm(value: Any, name: str) -> Any:
+    if value not in (None, "norm", "value"):
+        raise UnknownNameError(f"unknown {name} {value!r}; known: 'norm', 'value'.{nearest(str(value), ('norm', 'value'))}")
+    return value
+
+
+def _root(value: Any, name: str) -> Any:
+    if value is not None and not isinstance(value, str | os.PathLike):
+        raise ConfigurationError(f"{name} must be a path, not {value!r}. For example: 'runs'")
+    return value
+
+
+def _determinism(value: Any, name: str) -> Any:
+    if value not in (True, False, None, "warn"):
+        raise ConfigurationError(f"{name} must be True, False or 'warn', not {value!r}.")
+    return value
+
+
+def _trial(value: Any, name: str) -> Any:
+    if not isinstance(value, bool) and not (is_whole(value) and value >= 0):
+        raise ConfigurationError(f"{name} must be True, False or a number of batches, not {value!r}.")
+    return value
+
+
+@dataclass(kw_only=True)
 class TrainerArguments:
-    """The numbers among the Trainer's arguments, checked; meanings in `trainkit.Trainer`."""
+    """The arguments of `trainkit.Trainer`, each stated once: its type, its default, its check, and here its text.
 
-    max_epochs: int | None
-    min_epochs: int | None
-    max_steps: int
-    min_steps: int | None
-    max_time: str | timedelta | Mapping[str, int] | None
-    limit_train_batches: int | float | None
-    limit_val_batches: int | float | None
-    limit_test_batches: int | float | None
-    limit_predict_batches: int | float | None
-    overfit_batches: int | float
-    fast_dev_run: int | bool
-    num_sanity_val_steps: int | None
-    val_check_interval: int | float | str | timedelta | Mapping[str, float] | None
-    val_every_n_steps: int | None
-    check_val_every_n_epoch: int | None
-    accumulate_grad_batches: int
-    global_batch_size: int | None
-    gradient_clip_val: float | None
-    gradient_clip_algorithm: str | None
-    log_grad_norm: bool
-    log_every_n_steps: int | None
-    reload_dataloaders_every_n_epochs: int
-    deterministic: bool | str | None
-    default_root_dir: str | Path | None
-    slurm_requeue: bool
-    activation_checkpointing: Any
+    An object of it has the values of those that a run reads, checked together, with defaults filled in.
+
+    Args: Where it runs
+        accelerator: Kind of device: `"cpu"`, `"gpu"` or `"cuda"`, `"mps"`, `"tpu"` or `"xla"`. `"auto"`: the best one there
+            is.
+        devices: Number of processes per node, one for each device; `-1` for all GPUs, or a list of GPUs such as `[0, 1]`.
+            `"auto"`: all GPUs in a script, one GPU in a notebook, one process on the CPU.
+        num_nodes: Number of nodes. Default: as the launcher started the processes.
+        strategy: `"ddp"`, `"zero1"` to `"zero3"`, `"zero3_offload"`, `"xla"`, or a `Strategy`. `"auto"`: XLA on a TPU, DDP
+            with several processes, otherwise one device.
+        sync_batchnorm: Compute BatchNorm statistics over all processes (not on the CPU).
+        activation_checkpointing: Recompute activations in the backward pass of `fit`, to save memory. `True`: those of the
+            repeated blocks. `"selective"`: of these, keep matrix products, convolutions and attention. Or modules: a
+            class, a name such as `"layers.*"`, a function `(name, module) -> bool`, or a list. Or a dict with keys of
+            `modules`, `policy` (`"full"` or `"selective"`) and `every`: `{"every": 2}` is every second block.
+        precision: `"32-true"` (the default), `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"`, `"16-true"`, or a
+            `Precision`.
+        seed: Seed of the order of the data, of augmentation and of dropout. Default: the seed given to `seed_everything`,
+            otherwise torch's own.
+        deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns. The setting from before is
+            restored after the run.
+        compile: Compile with `torch.compile`. `True`: each repeated block of the model, or the steps if it has none;
+            `"regional"`: the blocks; `"whole"`: the steps. Or a dict of arguments of `torch.compile`, with `"regional"`
+            (`True` or `False`) and `"modules"`: the classes, the names or a function of the modules to compile instead of the
+            blocks. In place: names in checkpoints do not change, and the module is not compiled after the run.
+        benchmark: Let cuDNN choose kernels by timing them. The setting from before is restored after the run.
+
+    Args: How long
+        max_epochs: Maximum number of epochs; -1: no limit. Default: 1000 if neither `max_steps` nor `max_time` is given.
+        min_epochs: Minimum number of epochs, even if a callback requests a stop.
+        max_steps: Maximum number of optimizer steps; -1: no limit.
+        min_steps: Minimum number of optimizer steps, even if a callback requests a stop.
+        max_time: Maximum duration: `"DD:HH:MM:SS"`, a `timedelta`, or its arguments as a dict such as `{"hours": 12}`.
+        fast_dev_run: Run one batch of each stage, or this number of batches, to find errors. Nothing is logged or saved;
+            `trainer.logger` accepts every call.
+
+    Args: Batches and optimizer steps
+        accumulate_grad_batches: Number of micro-batches per optimizer step, or a dict of them: `{0: 8, 4: 4}` is 8 from
+            epoch 0 on and 4 from epoch 4 on. Default: 1. A dict adds `GradientAccumulationScheduler`.
+        global_batch_size: Number of samples per optimizer step, over all processes. The number of micro-batches follows
+            from it; a number that does not divide is an error.
+        gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
+            `GradientClipping`. 0, as `None`, turns clipping off.
+        gradient_clip_algorithm: `"norm"` (the default) or `"value"`.
+        log_grad_norm: Log the norm of the gradient as `grad_norm` at log boundaries, before clipping if there is any. Adds
+            `GradientClipping`. With `gradient_clip_val` it is logged anyway.
+        limit_train_batches: Number of batches per epoch on each process (int), or a fraction of them (float). Default: 1.0.
+        limit_val_batches: The same for each validation loader.
+        limit_test_batches: The same for each loader of `test`.
+        limit_predict_batches: The same for each loader of `predict`.
+        overfit_batches: Train on this number (or fraction) of batches, unshuffled, and validate on the same ones.
+        reload_dataloaders_every_n_epochs: Call `train_dataloader` and `val_dataloader` again every n epochs; 0: never.
+
+    Args: Validation
+        val_check_interval: Training batches between validations (int), a fraction of an epoch (float), or a time, in the forms
+            of `max_time`. Default: 1.0.
+        val_every_n_steps: Optimizer steps between validations.
+        check_val_every_n_epoch: Validate in every n-th epoch only. `None`: `val_check_interval`, an integer or a time, counts
+            across epochs.
+        num_sanity_val_steps: Number of validation batches before training, to find errors early; -1: all. Default: 2. Their
+            metrics are discarded.
+        inference_mode: Run `validate`, `test` and `predict` under `torch.inference_mode`; `False`: under `torch.no_grad`, like
+            the validation in a fit, since what is created there may be used in training.
+
+    Args: What is shown and kept
+        logger: `True` (the default): TensorBoard if it is installed, otherwise CSV. `False`: none. Or a logger, its name
+            such as `"mlflow"`, or a list.
+        callbacks: A callback or a list of them.
+        default_root_dir: Folder for logs and checkpoints, or a URL such as `s3://bucket/runs`; each run has its own folder
+            in it. Default: `./trainkit_runs`.
+        log_every_n_steps: Optimizer steps between two log boundaries. Default: 50; 0: log epochs only.
+        enable_progress_bar: Add `TQDMProgressBar`.
+        enable_model_summary: Add `ModelSummary`.
+        enable_checkpointing: Add `ModelCheckpoint`, unless `callbacks` has one. It saves at the end of each epoch, every 30
+            minutes and when training ends, and keeps the two newest checkpoints.
+        slurm_requeue: After SIGTERM, SIGUSR1 or SIGHUP, when the checkpoint is complete, ask SLURM to run the job again.
+        profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`: prints at the end of the run where the time went.
+        detect_anomaly: Let autograd name the forward operation that caused a NaN in the backward pass. Slow.
+    """
+
+    accelerator: str = argument("auto", kept=False)
+    devices: int | Sequence[int] | str = argument("auto", kept=False)
+    num_nodes: int | None = argument(None, kept=False)
+    strategy: Strategy | str = argument("auto", kept=False)
+    sync_batchnorm: bool = argument(False, kept=False)
+    activation_checkpointing: Any = argument(None, _checkpointing)
+    precision: Precision | int | str | None = argument(None, kept=False)
+    seed: int | None = argument(None, kept=False)
+    deterministic: bool | str | None = argument(None, _determinism)
+    compile: bool | str | Mapping[str, Any] | None = argument(None, kept=False)
+    benchmark: bool | None = argument(None, optional(switch), kept=False)
+    max_epochs: int | None = argument(None, optional(whole(-1)))
+    min_epochs: int | None = argument(None, optional(whole(0)))
+    max_steps: int = argument(-1, whole(-1))
+    min_steps: int | None = argument(None, optional(whole(0)))
+    max_time: str | timedelta | Mapping[str, int] | None = argument(None)
+    fast_dev_run: int | bool = argument(False, _trial)
+    accumulate_grad_batches: int | Mapping[int, int] | None = argument(None, whole(1))
+    global_batch_size: int | None = argument(None, optional(whole(1)))
+    gradient_clip_val: float | None = argument(None, optional(partial(real_number, least=0)))
+    gradient_clip_algorithm: str | None = argument(None, _algorithm)
+    log_grad_norm: bool = argument(False, switch)
+    limit_train_batches: int | float | None = argument(None, _limit)
+    limit_val_batches: int | float | None = argument(None, _limit)
+    limit_test_batches: int | float | None = argument(None, _limit)
+    limit_predict_batches: int | float | None = argument(None, _limit)
+    overfit_batches: int | float = argument(0.0, _limit)
+    reload_dataloaders_every_n_epochs: int = argument(0, whole(0))
+    val_check_interval: int | float | str | timedelta | Mapping[str, float] | None = argument(None, _interval)
+    val_every_n_steps: int | None = argument(None, optional(whole(1)))
+    check_val_every_n_epoch: int | None = argument(1, optional(whole(1)))
+    num_sanity_val_steps: int | None = argument(None, optional(whole(-1)))
+    inference_mode: bool = argument(True, switch, kept=False)
+    logger: Logger | Sequence[Logger | str] | bool | str | None = argument(None, kept=False)
+    callbacks: Callback | Sequence[Callback] | None = argument(None, kept=False)
+    default_root_dir: str | Path | None = argument(None, _root)
+    log_every_n_steps: int | None = argument(None, optional(whole(0)))
+    enable_progress_bar: bool | None = argument(True, optional(switch), kept=False)
+    enable_model_summary: bool | None = argument(True, optional(switch), kept=False)
+    enable_checkpointing: bool | None = argument(True, optional(switch), kept=False)
+    slurm_requeue: bool = argument(False, switch)
+    profiler: Profiler | str | None = argument(None, kept=False)
+    detect_anomaly: bool = argument(False, switch, kept=False)
 
     def __post_init__(self) -> None:
-        self._given = {field.name: getattr(self, field.name) for field in fields(self)}
+        self._raw = {name: getattr(self, name) for name, one in arguments_of(TrainerArguments).items() if one.kept}
         self.ends_by_default = False  # no argument says when training ends
         self.accumulation_schedule: Mapping[int, int] | None = None  # if accumulate_grad_batches was one
-        self._check_counts()
-        self._check_fractions()
-        self._check_choices()
+        self._read_schedule()
+        for name, value in check_arguments(TrainerArguments, {name: getattr(self, name) for name in self._raw}).items():
+            setattr(self, name, value)
         self._check_contradictions()
         self._unify()
         self._set_defaults()
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, Any]) -> TrainerArguments:
+        """Those that a run reads, out of the values of all."""
+        return cls(**{name: values[name] for name, one in arguments_of(cls).items() if one.kept})
 
     def with_value(self, name: str, value: Any) -> TrainerArguments:
         """These arguments with another value of one of them; defaults that depend on it follow.
@@ -157,85 +263,33 @@ class TrainerArguments:
         Raises:
             ConfigurationError: the value is wrong, or contradicts another argument.
         """
-        return TrainerArguments(**{**self._given, name: value})
+        return TrainerArguments(**{**self._raw, name: value})
 
-    def _check_counts(self) -> None:
-        schedule: Any = self.accumulate_grad_batches
+    @property
+    def accumulation(self) -> int:
+        """`accumulate_grad_batches`, in the first epoch if it was given by epoch."""
+        return cast("int", self.accumulate_grad_batches)
+
+    @property
+    def of_step(self) -> StepArguments:
+        """The same, for a strategy: `accumulate_grad_batches` is a number by now."""
+        return cast("StepArguments", self)
+
+    def _read_schedule(self) -> None:
+        schedule = self.accumulate_grad_batches
         if isinstance(schedule, Mapping):
             self.accumulation_schedule = schedule
             kind = load_callback("gradient_accumulation_scheduler")
             self.accumulate_grad_batches = kind(schedule).get_accumulate_grad_batches(0)
-        for name, least, optional in (
-            ("max_epochs", -1, True),
-            ("min_epochs", 0, True),
-            ("max_steps", -1, False),
-            ("min_steps", 0, True),
-            ("num_sanity_val_steps", -1, True),
-            ("val_every_n_steps", 1, True),
-            ("check_val_every_n_epoch", 1, True),
-            ("accumulate_grad_batches", 1, False),
-            ("global_batch_size", 1, True),
-            ("log_every_n_steps", 0, True),
-            ("reload_dataloaders_every_n_epochs", 0, False),
-        ):
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            hint = " (-1: no limit)" if least == -1 else ""
-            setattr(self, name, whole_number(value, name, least, expected=f"an integer ≥ {least}{hint}"))
-
-    def _check_fractions(self) -> None:
-        for name in (*(f.name for f in fields(self) if f.name.startswith("limit_")), "overfit_batches"):
-            value = getattr(self, name)
-            value = 1.0 if value is None else _as_count(value)
-            setattr(self, name, value)
-            if not ((is_whole(value) and value >= 0) or (isinstance(value, float) and 0.0 <= value <= 1.0)):
-                raise ConfigurationError(
-                    f"{name} must be a number of batches (an integer ≥ 0) or a fraction (a float from 0.0 to 1.0), not "
-                    f"{value!r}. For example: {name}=100 or {name}=0.25"
-                )
-        self._check_val_interval()
-
-    def _check_val_interval(self) -> None:
-        value = self.val_check_interval
-        if isinstance(value, str | timedelta | Mapping):
-            self.val_check_interval = time = _as_time(value)
-            valid = bool(time)  # not 0 either
-        else:
-            self.val_check_interval = value = _as_count(value)
-            fraction = isinstance(value, float) and 0.0 < value <= 1.0
-            valid = value is None or fraction or (is_whole(value) and value >= 1)
-        if not valid:
-            raise ConfigurationError(
-                "val_check_interval must be a number of training batches (an integer ≥ 1), a fraction of the epoch (a float "
-                f"above 0.0 up to 1.0) or a time such as '00:00:30:00', not {value!r}. To validate every N optimizer steps: "
-                "val_every_n_steps=N"
-            )
-
-    def _check_choices(self) -> None:
-        checkpointing_choice(self.activation_checkpointing)
-        if self.gradient_clip_algorithm not in (None, "norm", "value"):
-            raise UnknownNameError(
-                f"unknown gradient_clip_algorithm {self.gradient_clip_algorithm!r}; known: 'norm', 'value'."
-                f"{nearest(str(self.gradient_clip_algorithm), ('norm', 'value'))}"
-            )
-        clip = self.gradient_clip_val
-        if clip is not None:
-            real_number(clip, "gradient_clip_val", least=0)
-        if self.default_root_dir is not None and not isinstance(self.default_root_dir, str | os.PathLike):
-            raise ConfigurationError(f"default_root_dir must be a path, not {self.default_root_dir!r}. For example: 'runs'")
-        if clip is None and self.gradient_clip_algorithm == "value":
-            raise ConfigurationError(
-                "gradient_clip_algorithm='value' has no effect without gradient_clip_val. Add it: gradient_clip_val=0.5"
-            )
-        if self.deterministic not in (True, False, None, "warn"):
-            raise ConfigurationError(f"deterministic must be True, False or 'warn', not {self.deterministic!r}.")
-        run = self.fast_dev_run
-        if not isinstance(run, bool) and not (is_whole(run) and run >= 0):
-            raise ConfigurationError(f"fast_dev_run must be True, False or a number of batches, not {run!r}.")
+        elif schedule is None:
+            self.accumulate_grad_batches = 1
 
     def _check_contradictions(self) -> None:
         self._check_validation()
+        if self.gradient_clip_val is None and self.gradient_clip_algorithm == "value":
+            raise ConfigurationError(
+                "gradient_clip_algorithm='value' has no effect without gradient_clip_val. Add it: gradient_clip_val=0.5"
+            )
         if self.global_batch_size is not None and self.accumulate_grad_batches != 1:
             raise ConfigurationError(
                 f"global_batch_size={self.global_batch_size} and accumulate_grad_batches={self.accumulate_grad_batches} both "
@@ -303,42 +357,80 @@ class TrainerArguments:
             self.log_every_n_steps = 50
 
 
-def _as_count(value: Any) -> Any:
-    """A whole float above 1, such as `10.0`, is a number of batches and no fraction."""
-    return int(value) if isinstance(value, float) and value > 1.0 and value.is_integer() else value
+Value = TypeVar("Value")
 
 
-def _as_time(value: Any) -> timedelta | None:
-    """A time in one of the forms of `max_time`; `None` if it is none of them."""
-    try:
-        return timedelta(seconds=load_callback("timer")(value).duration)
-    except ConfigurationError:
-        return None
+class ArgumentView(Generic[Value]):
+    """An argument of the Trainer under its name, with its default filled in; assigning it takes effect in the next run.
+
+    Args:
+        fixed: It cannot be assigned, because the Trainer has made a callback from it.
+    """
+
+    def __init__(self, fixed: bool = False) -> None:
+        self._fixed = fixed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+        self.__doc__ = argument_texts(TrainerArguments)[name]
+
+    @overload
+    def __get__(self, trainer: None, owner: type) -> ArgumentView[Value]: ...
+
+    @overload
+    def __get__(self, trainer: Trainer, owner: type) -> Value: ...
+
+    def __get__(self, trainer: Trainer | None, owner: type) -> Any:
+        return self if trainer is None else getattr(trainer._arguments, self._name)
+
+    def __set__(self, trainer: Trainer, value: Any) -> None:
+        if self._fixed:
+            raise ConfigurationError(
+                f"trainer.{self._name} cannot be assigned: a callback was made from it. Pass it: "
+                f"Trainer({self._name}={value!r})"
+            )
+        assign_argument(trainer, self._name, value)
 
 
-def limited(length: int | None, limit: int | float, argument: str) -> int | None:
-    """The number of batches to use of a loader of `length`; `None` if neither the length nor the limit determines it.
+def assign_argument(trainer: Trainer, name: str, value: Any) -> None:
+    """Change an argument of a Trainer, checked together with all others.
 
     Raises:
-        ConfigurationError: a fraction of an unknown length, or one that leaves no batch.
+        ConfigurationError: A run is in progress, or the value is wrong or contradicts another argument.
     """
-    if isinstance(limit, int):
-        return limit if length is None else min(length, limit)
-    if limit == 0.0:
-        return 0
-    if length is None:
-        if limit == 1.0:
-            return None
+    if trainer.stage is not None:
+        by_epoch = name == "accumulate_grad_batches"
         raise ConfigurationError(
-            f"{argument}={limit} is a fraction, but the loader's length is unknown. Use a number of batches: {argument}=100"
+            f"trainer.{name} cannot change during a run, whose plan is fixed. Assign it before: trainer.{name} = {value!r}"
+            + (", or let it change by epoch: callbacks=[GradientAccumulationScheduler({0: 1, 4: 2})]" if by_epoch else "")
         )
-    count = int(length * limit)
-    if count == 0 < length:
+    if name == "accumulate_grad_batches" and (isinstance(value, Mapping) or trainer._run.accumulation_schedule is not None):
         raise ConfigurationError(
-            f"{argument}={limit} of {counted(length, 'batch')} leaves no batch. Use a fraction of at least {1 / length:.3g}, "
-            f"or a number of batches: {argument}=1"
+            "trainer.accumulate_grad_batches cannot be assigned where the number changes by epoch, because a callback sets it. "
+            f"Pass it: Trainer(accumulate_grad_batches={value!r})"
         )
-    return count
+    changed = trainer._arguments.with_value(name, value)
+    if changed.fast_dev_run and getattr(changed, name) == getattr(trainer._arguments, name) != value:
+        raise ConfigurationError(
+            f"trainer.{name} = {value!r} has no effect, because fast_dev_run={changed.fast_dev_run!r} sets it to "
+            f"{getattr(changed, name)!r}. Remove fast_dev_run."
+        )
+    trainer.strategy.check_arguments(changed.of_step)
+    trainer._run.use_arguments(changed)
+
+
+def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of all arguments of a Trainer, of which the user has passed these.
+
+    Raises:
+        UnsupportedArgumentError, UnknownNameError: an argument that the Trainer does not have.
+        ConfigurationError: the value of one that no run reads is wrong; `TrainerArguments` checks the others.
+    """
+    known = arguments_of(TrainerArguments)
+    refuse_unknown("Trainer", {name: value for name, value in arguments.items() if name not in known}, known)
+    values = {name: arguments.get(name, getattr(TrainerArguments, name)) for name in known}
+    check_arguments(TrainerArguments, {name: values[name] for name, one in known.items() if not one.kept})
+    return values
 
 
 _CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")

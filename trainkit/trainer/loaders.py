@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainkit.console import notice, warn
+from trainkit.console import counted, notice, warn
 from trainkit.data.combined import batch_size_of, evaluation_sources, training_source
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError, EmptyLoaderError, MissingMethodError
 from trainkit.module.overridable_hooks import DataHooks, find_source, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.rng import Purpose, Stage, mix, seed_generators
-from trainkit.trainer.arguments import limited
 from trainkit.trainer.notices import notice_few_workers, notice_iterator, notice_overfitting, warn_shuffled
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
-__all__ = ["evaluation_loaders", "train_loader"]
+__all__ = ["evaluation_loaders", "limited", "train_loader"]
 
 _STAGES = {
     "validation": (Stage.VALIDATE, "val", "val_dataloader"),
@@ -186,6 +185,31 @@ def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | N
     return limit if isinstance(limit, int) else None
 
 
+def limited(length: int | None, limit: int | float, argument: str) -> int | None:
+    """The number of batches to use of a loader of `length`; `None` if neither the length nor the limit determines it.
+
+    Raises:
+        ConfigurationError: a fraction of an unknown length, or one that leaves no batch.
+    """
+    if isinstance(limit, int):
+        return limit if length is None else min(length, limit)
+    if limit == 0.0:
+        return 0
+    if length is None:
+        if limit == 1.0:
+            return None
+        raise ConfigurationError(
+            f"{argument}={limit} is a fraction, but the loader's length is unknown. Use a number of batches: {argument}=100"
+        )
+    count = int(length * limit)
+    if count == 0 < length:
+        raise ConfigurationError(
+            f"{argument}={limit} of {counted(length, 'batch')} leaves no batch. Use a fraction of at least {1 / length:.3g}, "
+            f"or a number of batches: {argument}=1"
+        )
+    return count
+
+
 def _accumulation(run: Run, source: Any) -> set[int]:
     """The numbers of micro-batches in an accumulation window that the epochs have."""
     wanted, schedule = run.arguments.global_batch_size, run.accumulation_schedule
@@ -193,7 +217,7 @@ def _accumulation(run: Run, source: Any) -> set[int]:
         _refuse_second_accumulation(run)
         return set(schedule.scheduling.values())
     if wanted is None:
-        return {run.arguments.accumulate_grad_batches}
+        return {run.arguments.accumulation}
     size = batch_size_of(source)
     if size is None:
         raise ConfigurationError(
@@ -212,7 +236,7 @@ def _accumulation(run: Run, source: Any) -> set[int]:
 def _refuse_second_accumulation(run: Run) -> None:
     """Refuse arguments that set the accumulation in addition to `GradientAccumulationScheduler`."""
     arguments = run.arguments
-    number = arguments.accumulate_grad_batches if arguments.accumulation_schedule is None else 1
+    number = arguments.accumulation if arguments.accumulation_schedule is None else 1
     for name, value, default in (
         ("accumulate_grad_batches", number, 1),
         ("global_batch_size", arguments.global_batch_size, None),

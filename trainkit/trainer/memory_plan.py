@@ -104,7 +104,7 @@ def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
 
 def _contents(trainer: Trainer, placeholder: nn.Module, optimizers: list[Optimizer]) -> Contents:
     schedule = trainer._run.accumulation_schedule
-    windows = [trainer._arguments.accumulate_grad_batches] if schedule is None else schedule.scheduling.values()
+    windows = [trainer._arguments.accumulation] if schedule is None else schedule.scheduling.values()
     return contents_of([placeholder], optimizers, max(windows))
 
 

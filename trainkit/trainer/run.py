@@ -177,7 +177,7 @@ class Run:
             refuse_eager_backend(arguments.activation_checkpointing, compilation.options.get("backend"))
         chosen = int(strategy.world.from_main(resolve_seed(seed)))
         accelerator = Accelerator.of_trainer(strategy)
-        accumulation = arguments.accumulate_grad_batches
+        accumulation = arguments.accumulation
         return cls(
             arguments,
             strategy,
@@ -190,7 +190,7 @@ class Run:
 
     def use_arguments(self, arguments: TrainerArguments) -> None:
         """Use other arguments in the next run."""
-        self.arguments, self.accumulation = arguments, arguments.accumulate_grad_batches
+        self.arguments, self.accumulation = arguments, arguments.accumulation
         self.due = DueDates(arguments, self.progress)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -396,8 +396,8 @@ def _refuse_under_manual(run: Run) -> None:
     schedule = run.accumulation_schedule
     if schedule is not None:
         given = {"accumulate_grad_batches": schedule.scheduling}
-    elif arguments.accumulate_grad_batches != 1:
-        number = arguments.accumulate_grad_batches
+    elif arguments.accumulation != 1:
+        number = arguments.accumulation
         given = {"accumulate_grad_batches": number}
     for name, value in given.items():
         if value is not None:

@@ -2,72 +2,100 @@
 
 from __future__ import annotations
 
-import math
-import signal
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from contextlib import contextmanager
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
-from trainkit.console import echo, notice
+from trainkit.checks import accepts
+from trainkit.checks import describe_arguments
+from trainkit.console import echo
+from trainkit.console import notice
 from trainkit.data.combined import as_passed
-from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
-from trainkit.launch.strategy_choice import join_strategy, read_devices
+from trainkit.errors import ConfigurationError
+from trainkit.errors import ModuleError
+from trainkit.errors import NotAvailableError
+from trainkit.errors import nearest
+from trainkit.launch.strategy_choice import join_strategy
+from trainkit.launch.strategy_choice import read_devices
 from trainkit.loggers.run_files import utc_now
-from trainkit.memory.report import PROCESSES, MemoryPlan
+from trainkit.memory.report import MemoryPlan
+from trainkit.memory.report import PROCESSES
 from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
 from trainkit.module.data_module import DataModule
 from trainkit.module.hook_checks import check_callback
 from trainkit.module.hook_table import HookTable
 from trainkit.module.train_module import TrainModule
-from trainkit.names import advice, refuse_unknown
+from trainkit.names import advice
+from trainkit.names import refuse_unknown
 from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed
-from trainkit.strategy import Strategy
 from trainkit.trainer import train_loop as loop
-from trainkit.trainer.arguments import (
-    ArgumentView,
-    TrainerArguments,
-    assign_argument,
-    attribute_errors,
-    check_switches,
-    with_settings,
-)
-from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
-from trainkit.trainer.explain import StartRecord, end_line, explain, folders_line, results_table
-from trainkit.trainer.lifecycle import (
-    agree_on_signals,
-    attach_callbacks,
-    attach_loggers,
-    build_hooks,
-    interruptible,
-    refuse_evaluation,
-    running,
-    set_up,
-    start_loggers,
-)
+from trainkit.trainer.arguments import ArgumentView
+from trainkit.trainer.arguments import TrainerArguments
+from trainkit.trainer.arguments import assign_argument
+from trainkit.trainer.arguments import attribute_errors
+from trainkit.trainer.arguments import read_arguments
+from trainkit.trainer.arguments import with_settings
+from trainkit.trainer.eval_loop import check_sanity
+from trainkit.trainer.eval_loop import evaluate
+from trainkit.trainer.eval_loop import gather_predictions
+from trainkit.trainer.explain import StartRecord
+from trainkit.trainer.explain import end_line
+from trainkit.trainer.explain import explain
+from trainkit.trainer.explain import folders_line
+from trainkit.trainer.explain import results_table
+from trainkit.trainer.lifecycle import agree_on_signals
+from trainkit.trainer.lifecycle import attach_callbacks
+from trainkit.trainer.lifecycle import attach_loggers
+from trainkit.trainer.lifecycle import build_hooks
+from trainkit.trainer.lifecycle import interruptible
+from trainkit.trainer.lifecycle import refuse_evaluation
+from trainkit.trainer.lifecycle import running
+from trainkit.trainer.lifecycle import set_up
+from trainkit.trainer.lifecycle import start_loggers
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
-from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
-from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
+from trainkit.trainer.notices import warn_eval_mode
+from trainkit.trainer.notices import warn_of_modes
+from trainkit.trainer.notices import warn_rare_logs
+from trainkit.trainer.profiler import PASS_THROUGH
+from trainkit.trainer.profiler import Profiler
+from trainkit.trainer.profiler import make_profiler
+from trainkit.trainer.resume import begin_resume
+from trainkit.trainer.resume import best_of_fit
+from trainkit.trainer.resume import check_restore
+from trainkit.trainer.resume import load_weights
+from trainkit.trainer.resume import restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import count_batches, evaluation_plan, fit_plan, refresh_train_loader, requested_compilation
-from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
+from trainkit.trainer.setup import count_batches
+from trainkit.trainer.setup import evaluation_plan
+from trainkit.trainer.setup import fit_plan
+from trainkit.trainer.setup import refresh_train_loader
+from trainkit.trainer.setup import requested_compilation
+from trainkit.trainer.states import RunningStage
+from trainkit.trainer.states import TrainerState
+from trainkit.trainer.states import TrainerStatus
 from trainkit.trainer.trial import run_trial
+from typing import Any
+from typing import TYPE_CHECKING
+import math
+import signal
+import torch
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
@@ -84,83 +112,6 @@ class Trainer:
     All arguments are keywords. An argument of Lightning's that is not here is an error that names what to use, unless it
     has Lightning's default, such as `plugins=None`.
 
-    Args: Where it runs
-        accelerator: Kind of device: `"cpu"`, `"gpu"` or `"cuda"`, `"mps"`, `"tpu"` or `"xla"`. `"auto"`: the best one there
-            is.
-        devices: Number of processes per node, one for each device; `-1` for all GPUs, or a list of GPUs such as `[0, 1]`.
-            `"auto"`: all GPUs in a script, one GPU in a notebook, one process on the CPU.
-        num_nodes: Number of nodes. Default: as the launcher started the processes.
-        strategy: `"ddp"`, `"zero1"` to `"zero3"`, `"zero3_offload"`, `"xla"`, or a `Strategy`. `"auto"`: XLA on a TPU, DDP
-            with several processes, otherwise one device.
-        sync_batchnorm: Compute BatchNorm statistics over all processes (not on the CPU).
-        activation_checkpointing: Recompute activations in the backward pass of `fit`, to save memory. `True`: those of the
-            repeated blocks. `"selective"`: of these, keep matrix products, convolutions and attention. Or modules: a
-            class, a name such as `"layers.*"`, a function `(name, module) -> bool`, or a list. Or a dict with keys of
-            `modules`, `policy` (`"full"` or `"selective"`) and `every`: `{"every": 2}` is every second block.
-        precision: `"32-true"` (the default), `"64-true"`, `"bf16-mixed"`, `"16-mixed"`, `"bf16-true"`, `"16-true"`, or a
-            `Precision`.
-        seed: Seed of the order of the data, of augmentation and of dropout. Default: the seed given to `seed_everything`,
-            otherwise torch's own.
-        deterministic: `True`: torch raises on nondeterministic kernels; `"warn"`: it warns. The setting from before is
-            restored after the run.
-        compile: Compile with `torch.compile`. `True`: each repeated block of the model, or the steps if it has none;
-            `"regional"`: the blocks; `"whole"`: the steps. Or a dict of arguments of `torch.compile`, with `"regional"`
-            (`True` or `False`) and `"modules"`: the classes, the names or a function of the modules to compile instead of the
-            blocks. In place: names in checkpoints do not change, and the module is not compiled after the run.
-        benchmark: Let cuDNN choose kernels by timing them. The setting from before is restored after the run.
-
-    Args: How long
-        max_epochs: Maximum number of epochs; -1: no limit. Default: 1000 if neither `max_steps` nor `max_time` is given.
-        min_epochs: Minimum number of epochs, even if a callback requests a stop.
-        max_steps: Maximum number of optimizer steps; -1: no limit.
-        min_steps: Minimum number of optimizer steps, even if a callback requests a stop.
-        max_time: Maximum duration: `"DD:HH:MM:SS"`, a `timedelta`, or its arguments as a dict such as `{"hours": 12}`.
-        fast_dev_run: Run one batch of each stage, or this number of batches, to find errors. Nothing is logged or saved;
-            `trainer.logger` accepts every call.
-
-    Args: Batches and optimizer steps
-        accumulate_grad_batches: Number of micro-batches per optimizer step, or a dict of them: `{0: 8, 4: 4}` is 8 from
-            epoch 0 on and 4 from epoch 4 on. Default: 1. A dict adds `GradientAccumulationScheduler`.
-        global_batch_size: Number of samples per optimizer step, over all processes. The number of micro-batches follows
-            from it; a number that does not divide is an error.
-        gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
-            `GradientClipping`. 0, as `None`, turns clipping off.
-        gradient_clip_algorithm: `"norm"` (the default) or `"value"`.
-        log_grad_norm: Log the norm of the gradient as `grad_norm` at log boundaries, before clipping if there is any. Adds
-            `GradientClipping`. With `gradient_clip_val` it is logged anyway.
-        limit_train_batches: Number of batches per epoch on each process (int), or a fraction of them (float). Default: 1.0.
-        limit_val_batches: The same for each validation loader.
-        limit_test_batches: The same for each loader of `test`.
-        limit_predict_batches: The same for each loader of `predict`.
-        overfit_batches: Train on this number (or fraction) of batches, unshuffled, and validate on the same ones.
-        reload_dataloaders_every_n_epochs: Call `train_dataloader` and `val_dataloader` again every n epochs; 0: never.
-
-    Args: Validation
-        val_check_interval: Training batches between validations (int), a fraction of an epoch (float), or a time, in the forms
-            of `max_time`. Default: 1.0.
-        val_every_n_steps: Optimizer steps between validations.
-        check_val_every_n_epoch: Validate in every n-th epoch only. `None`: `val_check_interval`, an integer or a time, counts
-            across epochs.
-        num_sanity_val_steps: Number of validation batches before training, to find errors early; -1: all. Default: 2. Their
-            metrics are discarded.
-        inference_mode: Run `validate`, `test` and `predict` under `torch.inference_mode`; `False`: under `torch.no_grad`, like
-            the validation in a fit, since what is created there may be used in training.
-
-    Args: What is shown and kept
-        logger: `True` (the default): TensorBoard if it is installed, otherwise CSV. `False`: none. Or a logger, its name
-            such as `"mlflow"`, or a list.
-        callbacks: A callback or a list of them.
-        default_root_dir: Folder for logs and checkpoints, or a URL such as `s3://bucket/runs`; each run has its own folder
-            in it. Default: `./trainkit_runs`.
-        log_every_n_steps: Optimizer steps between two log boundaries. Default: 50; 0: log epochs only.
-        enable_progress_bar: Add `TQDMProgressBar`.
-        enable_model_summary: Add `ModelSummary`.
-        enable_checkpointing: Add `ModelCheckpoint`, unless `callbacks` has one. It saves at the end of each epoch, every 30
-            minutes and when training ends, and keeps the two newest checkpoints.
-        slurm_requeue: After SIGTERM, SIGUSR1 or SIGHUP, when the checkpoint is complete, ask SLURM to run the job again.
-        profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`: prints at the end of the run where the time went.
-        detect_anomaly: Let autograd name the forward operation that caused a NaN in the backward pass. Slow.
-
     Raises:
         ConfigurationError: An argument is wrong, unknown or unsupported, or contradicts another.
 
@@ -172,66 +123,25 @@ class Trainer:
         ```
     """
 
-    def __init__(
-        self,
-        *,
-        accelerator: str = "auto",
-        devices: int | Sequence[int] | str = "auto",
-        num_nodes: int | None = None,
-        strategy: Strategy | str = "auto",
-        precision: Precision | int | str | None = None,
-        logger: Logger | Sequence[Logger | str] | bool | str | None = None,
-        callbacks: Callback | Sequence[Callback] | None = None,
-        default_root_dir: str | Path | None = None,
-        max_epochs: int | None = None,
-        min_epochs: int | None = None,
-        max_steps: int = -1,
-        min_steps: int | None = None,
-        max_time: str | timedelta | Mapping[str, int] | None = None,
-        limit_train_batches: int | float | None = None,
-        limit_val_batches: int | float | None = None,
-        limit_test_batches: int | float | None = None,
-        limit_predict_batches: int | float | None = None,
-        overfit_batches: int | float = 0.0,
-        fast_dev_run: int | bool = False,
-        num_sanity_val_steps: int | None = None,
-        val_check_interval: int | float | str | timedelta | Mapping[str, float] | None = None,
-        val_every_n_steps: int | None = None,
-        check_val_every_n_epoch: int | None = 1,
-        accumulate_grad_batches: int | Mapping[int, int] | None = None,
-        global_batch_size: int | None = None,
-        gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = None,
-        log_grad_norm: bool = False,
-        log_every_n_steps: int | None = None,
-        enable_progress_bar: bool | None = True,
-        enable_model_summary: bool | None = True,
-        enable_checkpointing: bool | None = True,
-        slurm_requeue: bool = False,
-        deterministic: bool | str | None = None,
-        benchmark: bool | None = None,
-        compile: bool | str | Mapping[str, Any] | None = None,
-        inference_mode: bool = True,
-        detect_anomaly: bool = False,
-        reload_dataloaders_every_n_epochs: int = 0,
-        profiler: Profiler | str | None = None,
-        seed: int | None = None,
-        sync_batchnorm: bool = False,
-        activation_checkpointing: Any = None,
-        **unknown: Any,
-    ) -> None:
-        given = dict(locals())
-        refuse_unknown("Trainer", unknown, [name for name in given if name not in ("self", "unknown")])
-        given, notes = with_settings(asked := check_switches(given))
-        arguments = TrainerArguments(**{name: given[name] for name in TrainerArguments.__dataclass_fields__})
-        wanted, kind = read_devices(given["accelerator"], given["devices"], num_nodes), given["strategy"]
-        with attribute_errors(asked):
-            self.strategy = join_strategy(kind, wanted, sync_batchnorm, given["precision"], arguments, notes)
-        self._run = Run.before_the_first(arguments, self.strategy, seed, requested_compilation(compile, self.strategy))
-        self._gpus, self._assigned_ckpt_path, self._flags = wanted.indices, None, (deterministic, benchmark, detect_anomaly)
-        self._run.inference_mode, self._run.profiler = inference_mode, make_profiler(profiler)
-        self._run.loggers, self._module_callbacks, self._replaced_callbacks = attach_loggers(self, logger), [], []
-        self._run.callbacks = attach_callbacks(self, callbacks, enable_progress_bar, enable_model_summary, enable_checkpointing)
+    @accepts(TrainerArguments)
+    def __init__(self, **arguments: Any) -> None:
+        arguments = read_arguments(arguments)
+        values, notes = with_settings(arguments)
+        resolved = TrainerArguments.from_values(values)
+        devices = read_devices(values["accelerator"], values["devices"], arguments["num_nodes"])
+        with attribute_errors(arguments):
+            place = values["strategy"], devices, arguments["sync_batchnorm"], values["precision"]
+            self.strategy = join_strategy(*place, resolved.of_step, notes)
+        compilation = requested_compilation(arguments["compile"], self.strategy)
+        self._run = Run.before_the_first(resolved, self.strategy, arguments["seed"], compilation)
+        self._gpus = devices.indices
+        self._flags = arguments["deterministic"], arguments["benchmark"], arguments["detect_anomaly"]
+        self._run.inference_mode = arguments["inference_mode"]
+        self._run.profiler = make_profiler(arguments["profiler"])
+        self._run.loggers = attach_loggers(self, arguments["logger"])
+        self._module_callbacks, self._replaced_callbacks = [], []
+        additions = (arguments[f"enable_{name}"] for name in ("progress_bar", "model_summary", "checkpointing"))
+        self._run.callbacks = attach_callbacks(self, arguments["callbacks"], *additions)
 
     _assigned_ckpt_path: str | Path | None = None
     _module_callbacks: list[Callback]  # of configure_callbacks
@@ -239,40 +149,23 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------- arguments, as they were resolved
 
-    max_epochs: ArgumentView[int] = ArgumentView()
-    """Maximum number of epochs; -1: no limit."""
-    min_epochs: ArgumentView[int | None] = ArgumentView()
-    """Minimum number of epochs, even after a stop request."""
-    max_steps: ArgumentView[int] = ArgumentView()
-    """Maximum number of optimizer steps; -1: no limit."""
-    min_steps: ArgumentView[int | None] = ArgumentView()
-    """Minimum number of optimizer steps, even after a stop request."""
-    limit_train_batches: ArgumentView[int | float] = ArgumentView()
-    """Number of training batches per epoch on each process (int), or a fraction of them (float)."""
-    limit_val_batches: ArgumentView[int | float] = ArgumentView()
-    """The same for each validation loader."""
-    limit_test_batches: ArgumentView[int | float] = ArgumentView()
-    """The same for each loader of `test`."""
-    limit_predict_batches: ArgumentView[int | float] = ArgumentView()
-    """The same for each loader of `predict`."""
-    overfit_batches: ArgumentView[int | float] = ArgumentView()
-    """Number or fraction of the batches that are overfitted; 0.0: all are used as usual."""
-    val_check_interval: ArgumentView[int | float | timedelta] = ArgumentView()
-    """Training batches between validations (int), a fraction of an epoch (float), or a time."""
-    check_val_every_n_epoch: ArgumentView[int | None] = ArgumentView()
-    """Number of epochs between two validations."""
-    num_sanity_val_steps: ArgumentView[int] = ArgumentView()
-    """Number of validation batches before training; -1: all."""
-    log_every_n_steps: ArgumentView[int] = ArgumentView()
-    """Number of optimizer steps between two log boundaries; 0: only epochs are logged."""
-    reload_dataloaders_every_n_epochs: ArgumentView[int] = ArgumentView()
-    """Number of epochs after which the loaders are requested again; 0: never."""
-    fast_dev_run: ArgumentView[int | bool] = ArgumentView(fixed=True)
-    """Whether this is a trial run of one batch, or of how many batches."""
-    gradient_clip_val: ArgumentView[float | None] = ArgumentView(fixed=True)
-    """Maximum norm or absolute value of the gradient; `None`: it is not clipped, or by a callback of yours."""
-    gradient_clip_algorithm: ArgumentView[str | None] = ArgumentView(fixed=True)
-    """`"norm"` or `"value"`; `None`: `"norm"`."""
+    max_epochs = ArgumentView[int]()
+    min_epochs = ArgumentView[int | None]()
+    max_steps = ArgumentView[int]()
+    min_steps = ArgumentView[int | None]()
+    limit_train_batches = ArgumentView[int | float]()
+    limit_val_batches = ArgumentView[int | float]()
+    limit_test_batches = ArgumentView[int | float]()
+    limit_predict_batches = ArgumentView[int | float]()
+    overfit_batches = ArgumentView[int | float]()
+    val_check_interval = ArgumentView[int | float | timedelta]()
+    check_val_every_n_epoch = ArgumentView[int | None]()
+    num_sanity_val_steps = ArgumentView[int]()
+    log_every_n_steps = ArgumentView[int]()
+    reload_dataloaders_every_n_epochs = ArgumentView[int]()
+    fast_dev_run = ArgumentView[int | bool](fixed=True)
+    gradient_clip_val = ArgumentView[float | None](fixed=True)
+    gradient_clip_algorithm = ArgumentView[str | None](fixed=True)
 
     def fit(
         self,
@@ -1063,6 +956,9 @@ class Trainer:
     def _run_trial(self, stage: str, module: TrainModule, callback: Callback, **options: Any) -> Trainer:
         """A short run on a copy of the module, for `trainkit.tuner`; see `run_trial`."""
         return run_trial(self, stage, module, callback, **options)
+
+
+Trainer.__doc__ = describe_arguments(Trainer.__doc__, TrainerArguments)
 
 
 class _Uninitialized(TorchFunctionMode):

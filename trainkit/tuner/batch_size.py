@@ -235,7 +235,7 @@ class Trials:
         """The arguments of the trainer in a trial."""
         steps, arguments = self._options.steps_per_trial, self._trainer._arguments
         # with 2 micro-batches a step needs as much memory as with more
-        accumulation = 2 if arguments.global_batch_size else min(2, arguments.accumulate_grad_batches)
+        accumulation = 2 if arguments.global_batch_size else min(2, arguments.accumulation)
         return {
             **{f"limit_{name}_batches": steps for name in ("val", "test", "predict")},
             "accumulate_grad_batches": accumulation,

@@ -89,7 +89,7 @@ def unread(call: Call) -> list[str]:
         return []
     read = {node.id for body in bodies for part in body for node in ast.walk(part) if isinstance(node, ast.Name)}
     methods = {node.attr for body in bodies for part in body for node in ast.walk(part) if isinstance(node, ast.Attribute)}
-    if "locals" in read or "save_hyperparameters" in methods:  # these read all arguments
+    if read & {"locals", "read_arguments"} or "save_hyperparameters" in methods:  # these read all arguments
         return []
     return [p.name for p in call.parameters if p.name not in read]
 
