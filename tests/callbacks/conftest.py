@@ -106,7 +106,7 @@ def trainer() -> Any:
             train_metrics=SimpleNamespace(in_bar=dict),
             train_loader=None,
             progress=SimpleNamespace(epoch_start=0),
-            validation_plan=None,
+            validation=None,
         ),
         world_size=1,
     )

@@ -42,7 +42,7 @@ def setting() -> tuple[Any, Any]:
     world = join(RequestedDevices(), timeout=timedelta(seconds=30))
     skips: list[int] = []
     trainer = SimpleNamespace(
-        _run=SimpleNamespace(validation_plan=None, logged_in=lambda name: math.inf),
+        _run=SimpleNamespace(validation=None, logged_in=lambda name: math.inf),
         accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips),
         callback_metrics={},
         current_epoch=0,

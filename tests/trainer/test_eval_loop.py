@@ -322,7 +322,7 @@ def test_modes_come_back_after_an_error() -> None:
     with pytest.raises(KeyError):
         trainer.fit(module, tiny_loader(), tiny_loader())
     assert [part.training for part in module.net] == [True, False, True, True, True]
-    assert (trainer.stage, trainer.validating, trainer._run.evaluation_plan) == (None, False, None)
+    assert (trainer.stage, trainer.validating, trainer._run.evaluation) == (None, False, None)
     assert torch.is_grad_enabled()
 
 

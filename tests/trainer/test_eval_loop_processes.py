@@ -80,7 +80,7 @@ def limited() -> list[Any]:
     for limit in (2, 0.5, 1.0, 1):
         module, trainer = Watches(), trainer_of(limit_val_batches=limit)
         trainer.validate(module, tiny_loader(24), verbose=False)
-        found.append((len(module.seen), trainer.num_val_batches, trainer._run.plans["validation"].count))
+        found.append((len(module.seen), trainer.num_val_batches, trainer._run.evaluations["validation"].count))
     return found
 
 
@@ -179,7 +179,7 @@ def streamed(splits: list[Any]) -> list[Any]:
         module, trainer = Watches(), trainer_of()
         (result,) = trainer.validate(module, DataLoader(Stream(counts), batch_size=2), verbose=False)
         del result["first"]  # its `reduce_fx` gets one value per batch, and the batches differ
-        found.append((result, [sample for _, _, sample in module.seen], trainer._run.plans["validation"].count))
+        found.append((result, [sample for _, _, sample in module.seen], trainer._run.evaluations["validation"].count))
     return found
 
 
@@ -212,7 +212,7 @@ def predicted() -> list[Any]:
         found.append((rows, [prediction["numbers"] for prediction in got]))
     trainer = trainer_of()
     nothing = trainer.predict(Watches(), tiny_loader(21), return_predictions=False)
-    return [*found, nothing, trainer._run.plans["predict"].outputs]
+    return [*found, nothing, trainer._run.evaluations["predict"].outputs]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -149,7 +149,7 @@ def test_the_steps_of_a_validation_log_at_the_end_of_an_epoch_of_unknown_length(
     class Stepwise(Adam):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             trainer = self.trainer
-            steps.append((trainer.global_step, trainer._run.validation_plan.count))
+            steps.append((trainer.global_step, trainer._run.validation.count))
 
     class Unsized:
         def __iter__(self) -> Any:

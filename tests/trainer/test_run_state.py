@@ -15,13 +15,13 @@ from trainkit.trainer.progress import Phase, Stop
 from trainkit.trainer.run import Run
 from trainkit.trainer.run_state import capture_run, parts_of, restore_loop, restore_run
 from trainkit.trainer.safe_points import SafePoints
-from trainkit.trainer.setup import FitPlan, evaluation_plan, fit_plan
+from trainkit.trainer.setup import Training, prepare_evaluation, prepare_training
 
 
-def fitting(**arguments: Any) -> tuple[Run, FitPlan]:
+def fitting(**arguments: Any) -> tuple[Run, Training]:
     run = make_run(**arguments)
-    run.validation_plan = evaluation_plan(run, "validation", tiny_loader(8))
-    return run, fit_plan(run, train_loader(run, tiny_loader()), SafePoints(run, lambda wait: None, lambda: None))
+    run.validation = prepare_evaluation(run, "validation", tiny_loader(8))
+    return run, prepare_training(run, train_loader(run, tiny_loader()), SafePoints(run, lambda wait: None, lambda: None))
 
 
 def loop(run: Run) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def test_a_validation_that_is_running_is_repeated_from_its_start() -> None:
     from trainkit.trainer.progress import ValidationStart
 
     run, _ = fitting()
-    assert run.validation_plan is not None
-    run.validation_plan.began, run.validation_plan.count = 4, 5
+    assert run.validation is not None
+    run.validation.began, run.validation.count = 4, 5
     run.progress.validation_start = ValidationStart([], {})
     assert (loop(run)["validation_pending"], loop(run)["validation_batches"]) == (True, 4)
     run.progress.validation_start = None
@@ -83,8 +83,8 @@ def test_a_validation_that_is_running_is_repeated_from_its_start() -> None:
     assert (saved["validation_pending"], saved["validation_batches"]) == (False, 5)
     other, plan = fitting()
     restore_loop(other, plan, saved)
-    assert other.validation_plan is not None
-    assert other.validation_plan.count == 5
+    assert other.validation is not None
+    assert other.validation.count == 5
 
 
 def test_callbacks_and_results_are_restored_if_they_are_wanted() -> None:

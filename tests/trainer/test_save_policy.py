@@ -19,14 +19,14 @@ from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.progress import Phase
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import fit_plan
+from trainkit.trainer.setup import prepare_training
 
 
 def fitting(**arguments: Any) -> tuple[Run, SavePolicy]:
     """A fit that is set up, at step 4 in its second epoch."""
     run = make_run(**arguments)
     saves = run.save_policy = SavePolicy(run)
-    fit_plan(run, train_loader(run, tiny_loader()), saves.safe_points)
+    prepare_training(run, train_loader(run, tiny_loader()), saves.safe_points)
     run.progress.global_step, run.progress.current_epoch = 4, 1
     return run, saves
 

@@ -18,10 +18,10 @@ from trainkit.trainer.module_steps import pad_alone
 from trainkit.trainer.run import Run
 from trainkit.trainer.safe_points import SafePoints
 from trainkit.trainer.setup import (
-    FitPlan,
+    Training,
     count_batches,
-    evaluation_plan,
-    fit_plan,
+    prepare_evaluation,
+    prepare_training,
     refresh_train_loader,
     refresh_validation,
     refuse_incomplete,
@@ -40,8 +40,8 @@ class WithoutOptimizer(TinyModule):
         return None
 
 
-def plan(run: Run, loader: Any = None) -> FitPlan:
-    return fit_plan(run, train_loader(run, loader or tiny_loader()), SafePoints(run, lambda wait: None, lambda: None))
+def plan(run: Run, loader: Any = None) -> Training:
+    return prepare_training(run, train_loader(run, loader or tiny_loader()), SafePoints(run, lambda wait: None, lambda: None))
 
 
 # ----------------------------------------------------------------------------------------------------- methods of a module
@@ -165,13 +165,13 @@ def test_the_validation_interval(interval: float, every: int) -> None:
     run = make_run(val_check_interval=interval)
     loader = train_loader(run, tiny_loader())
     assert validate_every(run, loader) is None, "nothing is validated"
-    run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
+    run.validation = prepare_evaluation(run, "validation", tiny_loader())
     assert validate_every(run, loader) == every
 
 
 def test_an_interval_that_an_epoch_never_reaches() -> None:
     run = make_run(val_check_interval=5)
-    run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
+    run.validation = prepare_evaluation(run, "validation", tiny_loader())
     with pytest.raises(ConfigurationError, match="val_check_interval=5 is more than the 4 training batches"):
         validate_every(run, train_loader(run, tiny_loader()))
 
@@ -179,7 +179,7 @@ def test_an_interval_that_an_epoch_never_reaches() -> None:
 def test_no_batch_interval_with_val_every_n_steps() -> None:
     """With val_every_n_steps, there is no validation interval in batches."""
     run = make_run(val_every_n_steps=2)
-    run.validation_plan = evaluation_plan(run, "validation", tiny_loader())
+    run.validation = prepare_evaluation(run, "validation", tiny_loader())
     assert validate_every(run, train_loader(run, tiny_loader())) is None
 
 
@@ -188,42 +188,42 @@ def test_no_batch_interval_with_val_every_n_steps() -> None:
 
 def test_the_plan_of_an_evaluation_is_kept_by_its_name() -> None:
     run = make_run()
-    made = evaluation_plan(run, "test", tiny_loader(8))
-    assert run.plans == {"test": made}
+    made = prepare_evaluation(run, "test", tiny_loader(8))
+    assert run.evaluations == {"test": made}
     assert count_batches(made) == [2]
     assert made is not None
     assert (made.logs, made.keeps) == (True, False)
-    prediction = evaluation_plan(run, "predict", tiny_loader())
+    prediction = prepare_evaluation(run, "predict", tiny_loader())
     assert prediction is not None
     assert (prediction.logs, prediction.keeps) == (False, True)
 
 
 def test_there_is_no_plan_where_there_is_nothing_to_run() -> None:
     run = make_run(limit_test_batches=0)
-    assert evaluation_plan(run, "test", tiny_loader()) is None
-    assert evaluation_plan(run, "validation", None) is None
-    assert run.plans == {"test": None, "validation": None}
-    assert count_batches(run.plans["test"]) == []
+    assert prepare_evaluation(run, "test", tiny_loader()) is None
+    assert prepare_evaluation(run, "validation", None) is None
+    assert run.evaluations == {"test": None, "validation": None}
+    assert count_batches(run.evaluations["test"]) == []
 
 
 def test_a_step_must_tell_several_loaders_apart() -> None:
     with pytest.raises(HookError, match="test_step must take dataloader_idx"):
-        evaluation_plan(make_run(), "test", [tiny_loader(), tiny_loader()])
+        prepare_evaluation(make_run(), "test", [tiny_loader(), tiny_loader()])
 
 
 def test_the_metrics_of_a_sanity_check_go_nowhere() -> None:
     """The metrics of the sanity check are not added to the results of the run."""
     run = make_run(num_sanity_val_steps=2)
-    made = evaluation_plan(run, "validation", tiny_loader(), sanity=True)
+    made = prepare_evaluation(run, "validation", tiny_loader(), sanity=True)
     assert made is not None
-    assert (count_batches(made), list(run.plans)) == ([2], ["sanity"])
+    assert (count_batches(made), list(run.evaluations)) == ([2], ["sanity"])
     assert made.metrics.results is not run.results
 
 
 @pytest.mark.parametrize("limit, expected", [(3, 3), (1.0, math.inf)])
 def test_a_limit_bounds_the_number_of_batches_of_a_stream(limit: float, expected: float) -> None:
     batches = (batch for batch in tiny_loader())
-    assert count_batches(evaluation_plan(make_run(limit_val_batches=limit), "validation", batches)) == [expected]
+    assert count_batches(prepare_evaluation(make_run(limit_val_batches=limit), "validation", batches)) == [expected]
 
 
 # ---------------------------------------------------------------------------------------------------------------- reloading
@@ -242,8 +242,8 @@ def test_loaders_are_asked_for_again_every_n_epochs() -> None:
             return tiny_loader()
 
     run = make_run(Own(), reload_dataloaders_every_n_epochs=2)
-    made = fit_plan(run, train_loader(run, None), SafePoints(run, lambda wait: None, lambda: None))
-    run.validation_plan = evaluation_plan(run, "validation", None)
+    made = prepare_training(run, train_loader(run, None), SafePoints(run, lambda wait: None, lambda: None))
+    run.validation = prepare_evaluation(run, "validation", None)
     for epoch, expected in ((0, []), (1, []), (2, ["train", "val"])):
         asked.clear()
         run.progress.current_epoch = epoch

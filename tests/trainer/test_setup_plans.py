@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from trainkit.trainer.setup import EvaluationPlan, FitPlan
+from trainkit.trainer.setup import Evaluation, Training
 
 
-@pytest.mark.parametrize("plan", [EvaluationPlan, FitPlan])
+@pytest.mark.parametrize("plan", [Evaluation, Training])
 def test_what_a_plan_documents_is_there(plan: type) -> None:
     names = re.findall(r"^        (\w+): ", plan.__doc__ or "", re.MULTILINE)
     assert len(names) > 5

@@ -92,7 +92,7 @@ def test_a_run_that_fails_leaves_nothing_and_can_be_run_again(where: str) -> Non
     assert witness.calls[-2:] == [("KeyError", "fit"), "fit"]
     assert module.torn_down == 1
     assert logger.status == "failed"
-    state = trainer.stage, trainer.validating, trainer.sanity_checking, trainer._run.evaluation_plan
+    state = trainer.stage, trainer.validating, trainer.sanity_checking, trainer._run.evaluation
     assert state == (None, False, False, None)
     assert torch.is_grad_enabled()
     assert module.training

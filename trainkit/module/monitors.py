@@ -58,8 +58,8 @@ def validation_hint(run: Trainer) -> str:
 
 def _why_not_yet(run: Trainer) -> str | None:
     """Why a fit that has validation has not validated so far; `None` if it has, or has none."""
-    plan = run._run.validation_plan
-    if run.stage != "fit" or plan is None or plan.count > 0:
+    validation = run._run.validation
+    if run.stage != "fit" or validation is None or validation.count > 0:
         return None
     arguments = run._arguments
     if arguments.val_every_n_steps is not None:

@@ -340,11 +340,12 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
                 f"all_gather: expected group=None, got {group!r}: a run gathers over all its ranks. Remove it: "
                 "self.all_gather(data)"
             )
-        plan = self.trainer._run.evaluation_plan
-        if plan is not None and plan.uneven:
+        evaluation = self.trainer._run.evaluation
+        if evaluation is not None and evaluation.uneven:
+            name = evaluation.name
             raise ConfigurationError(
-                f"all_gather in a batch of {plan.name}: ranks may have different numbers of batches, so some would wait."
-                f" Use self.log, which reduces over all ranks; or collect values and gather them in on_{plan.name}_epoch_end."
+                f"all_gather in a batch of {name}: ranks may have different numbers of batches, so some would wait. Use "
+                f"self.log, which reduces over all ranks; or collect values and gather them in on_{name}_epoch_end."
             )
         return self.trainer.strategy.all_gather(data, sync_grads=sync_grads)
 

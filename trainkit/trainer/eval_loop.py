@@ -22,79 +22,79 @@ from trainkit.module.train_module import TrainModule
 from trainkit.nested import map_tensors
 from trainkit.trainer.module_steps import pad_evaluation
 from trainkit.trainer.notices import check_monitors
-from trainkit.trainer.setup import evaluation_plan
+from trainkit.trainer.setup import prepare_evaluation
 
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
     from trainkit.distributed.world import World
     from trainkit.trainer.run import Run
-    from trainkit.trainer.setup import EvaluationPlan
+    from trainkit.trainer.setup import Evaluation
 
 __all__ = ["check_sanity", "evaluate", "explain_inference_tensors", "gather_predictions"]
 
 _NO_MICRO_BATCH = MicroBatch(NO_BATCH, 0, True, True, 0.0, MicroBatchKind.NONE)
 
 
-def evaluate(run: Run, plan: EvaluationPlan) -> list[dict[str, float]]:
+def evaluate(run: Run, evaluation: Evaluation) -> list[dict[str, float]]:
     """Validation, test or prediction over all loaders; the metrics of each loader."""
-    name, metrics = plan.name, plan.metrics
+    name, metrics = evaluation.name, evaluation.metrics
     hooks, module = run.hooks, run.module
     metrics.discard()
-    metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-    with _active(run, plan), _eval_mode(module, name), _no_gradients(run):
+    metrics.scope = Scope.EVAL_EPOCH if evaluation.logs else Scope.NOWHERE
+    with _active(run, evaluation), _eval_mode(module, name), _no_gradients(run):
         hooks.run(f"on_{name}_start")
         hooks.run(f"on_{name}_epoch_start")
         count = 0
-        for index, loader in enumerate(plan.loaders):
-            plan.begin_loader(index)
-            plan.uneven = not loader.even
-            count = evaluate_loader(run, plan, index, loader.iterate(run.progress.current_epoch), count)
-        plan.uneven = False
+        for index, loader in enumerate(evaluation.loaders):
+            evaluation.begin_loader(index)
+            evaluation.uneven = not loader.even
+            count = evaluate_loader(run, evaluation, index, loader.iterate(run.progress.current_epoch), count)
+        evaluation.uneven = False
         metrics.end_loaders()
-        metrics.scope = Scope.EVAL_EPOCH if plan.logs else Scope.NOWHERE
-        plan.results, plan.loaders_of = {}, {}
+        metrics.scope = Scope.EVAL_EPOCH if evaluation.logs else Scope.NOWHERE
+        evaluation.results, evaluation.loaders_of = {}, {}
         run.preview_metrics(f"on_{name}_epoch_end")
         hooks.run(f"on_{name}_epoch_end")
-        plan.finish()
+        evaluation.finish()
         metrics.scope = Scope.NOWHERE  # the evaluation's metrics are complete
         run.signals.ignore_worker_exits()
         if not run.progress.sanity_checking:
-            run.progress.computed.update(dict.fromkeys(plan.results, run.progress.global_step))
+            run.progress.computed.update(dict.fromkeys(evaluation.results, run.progress.global_step))
         hooks.run(f"on_{name}_end")
-    return plan.by_loader()
+    return evaluation.by_loader()
 
 
-def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch], count: int) -> int:
+def evaluate_loader(run: Run, evaluation: Evaluation, index: int, micro_batches: Iterator[MicroBatch], count: int) -> int:
     """Evaluate this rank's batches of one loader; `count` and the result are numbers of micro-batches before and after it."""
-    hooks, metrics, step, signals = run.hooks, plan.metrics, plan.step, run.signals
-    before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_start")
-    after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{plan.name}_batch_end")
-    if plan.logs:
+    hooks, metrics, step, signals = run.hooks, evaluation.metrics, evaluation.step, run.signals
+    before: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{evaluation.name}_batch_start")
+    after: tuple[Callable[..., Any], ...] = getattr(hooks, f"on_{evaluation.name}_batch_end")
+    if evaluation.logs:
         metrics.scope = Scope.EVAL_BATCH
     alone = run.strategy.world.size == 1
     batch_idx = -1
-    for batch_idx, micro in enumerate(micro_batches if alone else _aligned(run, plan, index, micro_batches)):
+    for batch_idx, micro in enumerate(micro_batches if alone else _aligned(run, evaluation, index, micro_batches)):
         if micro.kind is MicroBatchKind.NONE:
             if run.strategy.shards_parameters:
-                pad_evaluation(run, plan, plan.loaders[index].padding(), batch_idx, index)
+                pad_evaluation(run, evaluation, evaluation.loaders[index].padding(), batch_idx, index)
             continue
         batch = micro.batch
         metrics.stamp, metrics.batch = count + batch_idx, batch
         for hook in before:
             hook(batch, batch_idx, index)
         outputs = step(batch, batch_idx, index)
-        plan.keep(index, outputs)
+        evaluation.keep(index, outputs)
         for hook in after:
             hook(outputs, batch, batch_idx, index)
         if not alone:
             continue
-        plan.count += 1
+        evaluation.count += 1
         if metrics.pending:
             metrics.flush_step()
         if signals.received is not None:
-            raise signals.ending(f"at step {run.progress.global_step}, in the {plan.name}")
+            raise signals.ending(f"at step {run.progress.global_step}, in the {evaluation.name}")
     if batch_idx < 0:
-        plan.refuse_empty(index)
+        evaluation.refuse_empty(index)
     metrics.end_loader(index, count)
     count += batch_idx + 1
     if metrics.stamp + 1 < count:
@@ -102,43 +102,43 @@ def evaluate_loader(run: Run, plan: EvaluationPlan, index: int, micro_batches: I
     return count
 
 
-def _aligned(run: Run, plan: EvaluationPlan, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _aligned(run: Run, evaluation: Evaluation, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """This rank's micro-batches, one for each exchange; of kind `NONE` where only other ranks have a batch."""
-    loader = plan.loaders[index]
+    loader = evaluation.loaders[index]
     if loader.length is None or not loader.exact:
-        return _aligned_to_the_end(run, plan, loader, micro_batches)
-    return _aligned_of_length(run, plan, micro_batches, loader.length)
+        return _aligned_to_the_end(run, evaluation, loader, micro_batches)
+    return _aligned_of_length(run, evaluation, micro_batches, loader.length)
 
 
 def _aligned_of_length(
-    run: Run, plan: EvaluationPlan, micro_batches: Iterator[MicroBatch], length: int
+    run: Run, evaluation: Evaluation, micro_batches: Iterator[MicroBatch], length: int
 ) -> Iterator[MicroBatch]:
     """`length` micro-batches: the exchange of one runs while the next is fetched."""
-    world, metrics, signals = run.strategy.world, plan.metrics, run.signals
+    world, metrics, signals = run.strategy.world, evaluation.metrics, run.signals
     pending, had = None, False
     for _ in range(length):
         micro = next(micro_batches, _NO_MICRO_BATCH)
         if pending is not None:
-            _end_exchange(run, plan, had, *pending.wait())
+            _end_exchange(run, evaluation, had, *pending.wait())
         yield micro
         had = micro.kind is not MicroBatchKind.NONE
         place = run.strategy.data_world.rank + 1 if had else 0  # at the end of a loader, only the first ranks have a batch
         pending = world.begin_largest([place, signals.received or 0, metrics.pending])
     if pending is not None:
-        _end_exchange(run, plan, had, *pending.wait())
+        _end_exchange(run, evaluation, had, *pending.wait())
 
 
 def _aligned_to_the_end(
-    run: Run, plan: EvaluationPlan, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]
+    run: Run, evaluation: Evaluation, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]
 ) -> Iterator[MicroBatch]:
     """Micro-batches until no rank has one: each begins with an exchange of whether there is one."""
-    world, metrics, signals = run.strategy.world, plan.metrics, run.signals
+    world, metrics, signals = run.strategy.world, evaluation.metrics, run.signals
     had, count = False, 0
     while True:
         micro = next(micro_batches, _NO_MICRO_BATCH)
         has = micro.kind is not MicroBatchKind.NONE
         there, numbers, waiting = zip(*world.rows([has, signals.received or 0, metrics.pending]), strict=True)
-        _end_exchange(run, plan, had, count, int(max(numbers)), int(max(waiting)))
+        _end_exchange(run, evaluation, had, count, int(max(numbers)), int(max(waiting)))
         if not any(there):
             loader.end_epoch()
             return
@@ -146,46 +146,46 @@ def _aligned_to_the_end(
         had, count = has, min(int(sum(there)), run.strategy.data_world.size)  # ranks that read the same data count once
 
 
-def _end_exchange(run: Run, plan: EvaluationPlan, had: bool, count: int, signal: int, waiting: int) -> None:
+def _end_exchange(run: Run, evaluation: Evaluation, had: bool, count: int, signal: int, waiting: int) -> None:
     """Act on what the ranks exchanged, the same on all of them.
 
     Args:
         run: the run.
-        plan: of the evaluation.
+        evaluation: the running one.
         had: this rank had a batch.
         count: number of ranks that had one.
         signal: the number of the signal that has come to a process, or 0.
         waiting: a metric waits for the loggers on some process.
     """
-    plan.count += count
+    evaluation.count += count
     if waiting:
-        plan.metrics.flush_row(run.strategy.world, had, plan.count)
+        evaluation.metrics.flush_row(run.strategy.world, had, evaluation.count)
     if signal:
         run.signals.received = signal
-        raise run.signals.ending(f"at step {run.progress.global_step}, in the {plan.name}")
+        raise run.signals.ending(f"at step {run.progress.global_step}, in the {evaluation.name}")
 
 
 def check_sanity(run: Run) -> None:
     """A few validation batches before training; what they log is dropped, the names are compared with monitors."""
-    if run.validation_plan is None:
+    if run.validation is None:
         check_monitors(run, None)
-    if run.validation_plan is None or run.arguments.num_sanity_val_steps == 0:
+    if run.validation is None or run.arguments.num_sanity_val_steps == 0:
         return
-    plan = evaluation_plan(run, "validation", run.given_loaders[1], sanity=True)
-    if plan is None:
+    evaluation = prepare_evaluation(run, "validation", run.given_loaders[1], sanity=True)
+    if evaluation is None:
         return
     run.progress.sanity_checking = run.progress.validating = True
-    results, run.results = run.results, plan.metrics.results
+    results, run.results = run.results, evaluation.metrics.results
     try:
         run.hooks.run("on_sanity_check_start")
-        evaluate(run, plan)
+        evaluate(run, evaluation)
         run.hooks.run("on_sanity_check_end")
     finally:
         run.progress.sanity_checking = run.progress.validating = False
         run.results = results
-        for loader in plan.loaders:
+        for loader in evaluation.loaders:
             loader.close()
-    check_monitors(run, plan.metrics.results.evaluated)
+    check_monitors(run, evaluation.metrics.results.evaluated)
 
 
 def gather_predictions(world: World, outputs: list[list[Any]], device: torch.device) -> list[list[Any]]:
@@ -227,17 +227,17 @@ def _to_send(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _active(run: Run, plan: EvaluationPlan) -> Iterator[None]:
+def _active(run: Run, evaluation: Evaluation) -> Iterator[None]:
     """Within it, what is logged goes to the evaluation's metrics."""
-    outer = run.metrics, run.evaluation_plan
+    outer = run.metrics, run.evaluation
     run.results.add(run.metrics.agreed_step_values())  # monitors see what training has logged by step
-    plan.metrics.outer = run.metrics
-    run.metrics, run.evaluation_plan = plan.metrics, plan
+    evaluation.metrics.outer = run.metrics
+    run.metrics, run.evaluation = evaluation.metrics, evaluation
     try:
         yield
     finally:
-        plan.metrics.outer = None
-        run.metrics, run.evaluation_plan = outer
+        evaluation.metrics.outer = None
+        run.metrics, run.evaluation = outer
 
 
 @contextmanager

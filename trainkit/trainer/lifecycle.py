@@ -521,9 +521,9 @@ def _new_run(
         datamodule=datamodule,
         compiler=compiler,
         compiled=CompiledModules(),
-        validation_plan=None,
-        evaluation_plan=None,
-        plans={},
+        validation=None,
+        evaluation=None,
+        evaluations={},
         found=None,
         ckpt_path=None,
     )
@@ -591,7 +591,7 @@ def build_hooks(trainer: Trainer, run: Run) -> None:
         run.module,
         run.callbacks,
         inserted=dict.fromkeys(epoch_ends, run.finish_metrics),
-        several_loaders=any(plan is not None and len(plan.loaders) > 1 for plan in run.plans.values()),
+        several_loaders=any(evaluation is not None and len(evaluation.loaders) > 1 for evaluation in run.evaluations.values()),
         timed=None if run.profiler is None else run.profiler.wrapped,
     )
     own = [name for name in epoch_ends if name in run.hooks.early]

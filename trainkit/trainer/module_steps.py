@@ -25,7 +25,7 @@ from trainkit.rng import seed_generators
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
-    from trainkit.trainer.setup import EvaluationPlan, FitPlan
+    from trainkit.trainer.setup import Evaluation, Training
 
 __all__ = [
     "BatchIterator",
@@ -139,13 +139,13 @@ def without_effects(run: Run, batch: Any) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def without_data(plan: FitPlan, micro: MicroBatch) -> MicroBatch:
+def without_data(training: Training, micro: MicroBatch) -> MicroBatch:
     """The micro-batch where the training loader yielded `None`: this rank has no data in it.
 
     Raises:
         DataError: the other ranks wait in the training step.
     """
-    if plan.several and plan.loader.pads:
+    if training.several and training.loader.pads:
         raise DataError(
             "the training loader yielded None instead of a batch. With several processes, manual optimization and strategies "
             "that shard parameters need a batch in every step. Return a usable one from the collate_fn, for example: "
@@ -155,32 +155,32 @@ def without_data(plan: FitPlan, micro: MicroBatch) -> MicroBatch:
     return micro._replace(batch=NO_BATCH, kind=MicroBatchKind.NONE, share=0.0)
 
 
-def pad_alone(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+def pad_alone(run: Run, training: Training, batch: Any, batch_idx: int) -> None:
     """Do nothing: there are no other ranks."""
 
 
-def pad_without_forward(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+def pad_without_forward(run: Run, training: Training, batch: Any, batch_idx: int) -> None:
     """Contribute zero gradients, for a strategy that can average gradients without a forward."""
-    plan.backward(None)
+    training.backward(None)
 
 
-def pad_manual_step(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+def pad_manual_step(run: Run, training: Training, batch: Any, batch_idx: int) -> None:
     """Run the training step: under manual optimization only the module's code knows the collectives of a step."""
     with without_effects(run, batch):
-        plan.training_step(batch, batch_idx)
+        training.training_step(batch, batch_idx)
 
 
-def pad_training_step(run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+def pad_training_step(run: Run, training: Training, batch: Any, batch_idx: int) -> None:
     """Run the training step with zero gradients, for a strategy whose forward has collectives."""
     with without_effects(run, batch):
-        outputs = plan.training_step(batch, batch_idx)
-        plan.backward(outputs["loss"] if isinstance(outputs, dict) else outputs)
+        outputs = training.training_step(batch, batch_idx)
+        training.backward(outputs["loss"] if isinstance(outputs, dict) else outputs)
 
 
-def pad_evaluation(run: Run, plan: EvaluationPlan, batch: Any, batch_idx: int, index: int) -> None:
+def pad_evaluation(run: Run, evaluation: Evaluation, batch: Any, batch_idx: int, index: int) -> None:
     """Run the step of an evaluation and drop its outputs."""
     with without_effects(run, batch):
-        plan.step(batch, batch_idx, index)
+        evaluation.step(batch, batch_idx, index)
 
 
 Closure = Callable[[], Any]
@@ -226,7 +226,7 @@ class ModuleStep:
             )
         self._window: list[_Recorded] = []
         self._calls = self._steps = 0
-        self._plan: FitPlan
+        self._training: Training
 
     @staticmethod
     def needed(run: Run, optimizer: Optimizer) -> bool:
@@ -241,10 +241,10 @@ class ModuleStep:
         recorded.loss = None if loss is None else loss.detach()
         return outputs
 
-    def pad(self, run: Run, plan: FitPlan, batch: Any, batch_idx: int) -> None:
+    def pad(self, run: Run, training: Training, batch: Any, batch_idx: int) -> None:
         """A micro-batch without data on this rank: it is recorded, because other ranks have data."""
         self._record()
-        self._pad(run, plan, batch, batch_idx)
+        self._pad(run, training, batch, batch_idx)
 
     def _record(self) -> _Recorded:
         micro = self._run.accelerator.accumulation.current
@@ -254,14 +254,14 @@ class ModuleStep:
         self._window.append(recorded)
         return recorded
 
-    def __call__(self, plan: FitPlan) -> None:
+    def __call__(self, training: Training) -> None:
         """Call the module's `optimizer_step`, at the end of a window.
 
         Raises:
             OptimizerError: it has called neither the optimizer's step nor the closure.
         """
         progress, module = self._run.progress, self._run.module
-        self._plan, self._calls, self._steps = plan, 0, 0
+        self._training, self._calls, self._steps = training, 0, 0
         module.optimizer_step(progress.current_epoch, progress.batch_idx, self._given, self._closure)
         if not self._calls and not self._steps:
             raise OptimizerError(
@@ -272,7 +272,7 @@ class ModuleStep:
         if not self._steps:
             self._agree(_SKIP)
             self._run.accelerator.skip_update()
-            plan.step(self._own)  # makes no step, and does what all ranks do in each window
+            training.step(self._own)  # makes no step, and does what all ranks do in each window
         self._window.clear()
 
     def _agree(self, act: int) -> None:
@@ -281,7 +281,7 @@ class ModuleStep:
         Raises:
             OptimizerError: some do something else.
         """
-        if self._plan.several:
+        if self._training.several:
             highest, lowest = self._run.strategy.world.largest([act, -act])
             if highest != -lowest:
                 raise OptimizerError(
@@ -300,8 +300,8 @@ class ModuleStep:
         self._agree(_STEP)
         self._before_step()
         if self._repeats:
-            return self._plan.step(self._own, _KnownFirst(loss, closure, self._before_step))
-        return self._plan.step(self._own)
+            return self._training.step(self._own, _KnownFirst(loss, closure, self._before_step))
+        return self._training.step(self._own)
 
     def _before_step(self) -> None:
         hooks = self._run.hooks.on_before_optimizer_step
@@ -326,7 +326,7 @@ class ModuleStep:
             loss = losses[0]
         else:
             loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._run.strategy.device)
-        return loss.double() if self._repeats and self._plan.several else loss  # one dtype, for ranks without data too
+        return loss.double() if self._repeats and self._training.several else loss  # one dtype, for ranks without data too
 
     def _compute_again(self) -> None:
         """Compute the gradients of the window again. Metrics are dropped, and buffers keep their values.
@@ -342,22 +342,22 @@ class ModuleStep:
             )
         self._agree(_COMPUTE)
         with torch.enable_grad(), without_effects(run, run.metrics.batch):
-            self._plan.zero_grad()
+            self._training.zero_grad()
             for recorded in self._window:
                 run.accelerator.accumulation.begin(recorded.micro)
                 self._run_again(recorded, recorded.micro)
 
     def _run_again(self, recorded: _Recorded, micro: MicroBatch) -> None:
-        run, plan = self._run, self._plan
+        run, training = self._run, self._training
         if micro.kind is not MicroBatchKind.DATA:
-            self._pad(run, plan, micro.batch, micro.index)
+            self._pad(run, training, micro.batch, micro.index)
             return
         run.metrics.batch = micro.batch
-        seed_generators(plan.loader.forward_key(micro.index), run.strategy.generators())
+        seed_generators(training.loader.forward_key(micro.index), run.strategy.generators())
         loss = _loss_of(self._training_step(micro.batch, micro.index))
         recorded.loss = None if loss is None else loss.detach()
-        if loss is not None or plan.several:
-            plan.backward(loss)
+        if loss is not None or training.several:
+            training.backward(loss)
 
 
 class _KnownFirst:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from trainkit.strategy import Strategy
     from trainkit.trainer.run import Run
     from trainkit.trainer.save_policy import SavePolicy
-    from trainkit.trainer.setup import FitPlan
+    from trainkit.trainer.setup import Training
 
 __all__ = [
     "PARTS",
@@ -672,12 +672,12 @@ def _take_seed(run: Run, manifest: Manifest) -> None:
             )
 
 
-def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
+def restore_fit(run: Run, training: Training, wanted: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
     """Restore the checkpoint into the run, which is set up; returns whether there is a checkpoint.
 
     Args:
         run: the fit.
-        plan: what its loop calls.
+        training: what its loop calls.
         wanted: the parts to be restored.
         overrides: options of the optimizers.
         strict: names that are missing or not expected in the model are an error.
@@ -692,7 +692,7 @@ def restore_fit(run: Run, plan: FitPlan, wanted: set[str], overrides: Mapping[st
     state = loaded.state
     # the position first, so that one that does not fit raises before anything has changed
     if "loop" in wanted:
-        restore_loop(run, plan, state["loop"])
+        restore_loop(run, training, state["loop"])
     if "callbacks" in wanted:
         check_callbacks(run.callbacks, state["callbacks"], str(found.path))
     seen = _run_load_hooks(run, loaded)

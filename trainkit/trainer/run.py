@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.resume import FoundCheckpoint
     from trainkit.trainer.save_policy import SavePolicy
-    from trainkit.trainer.setup import EvaluationPlan
+    from trainkit.trainer.setup import Evaluation
 
 __all__ = ["Run"]
 
@@ -108,9 +108,9 @@ class Run:
         schedulers: of the fit.
         train_loader: the training batches; `None` before a fit is set up.
         ckpt_path: the checkpoint that the run has loaded; `None`: it has loaded none.
-        validation_plan: the validation within a fit; `None`: no validation.
-        evaluation_plan: the evaluation that is running.
-        plans: all evaluations of this run, by name.
+        validation: the validation within a fit; `None`: no validation.
+        evaluation: the evaluation that is running.
+        evaluations: all evaluations of this run, by name.
         save_policy: saves the checkpoints of the fit.
         start_record: records in the run's folder how the fit starts and ends.
         found: the checkpoint to resume from, until it is restored.
@@ -150,9 +150,9 @@ class Run:
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[SchedulerConfig] = field(default_factory=list)
     train_loader: PreparedLoader | None = None
-    validation_plan: EvaluationPlan | None = None
-    evaluation_plan: EvaluationPlan | None = None
-    plans: dict[str, EvaluationPlan | None] = field(default_factory=dict)
+    validation: Evaluation | None = None
+    evaluation: Evaluation | None = None
+    evaluations: dict[str, Evaluation | None] = field(default_factory=dict)
     save_policy: SavePolicy | None = None
     start_record: StartRecord | None = None
     found: FoundCheckpoint | None = None
@@ -307,7 +307,7 @@ class Run:
         """The latest value of each metric, as callbacks see them: see `Trainer.callback_metrics`."""
         values, evaluated = dict(self.results.callback), self.results.evaluated
         # An evaluation has no value before its end, and in the hooks at its end an epoch has those of the epoch.
-        if self.progress.stage is not None and self.evaluation_plan is None and not self.metrics.previewed:
+        if self.progress.stage is not None and self.evaluation is None and not self.metrics.previewed:
             values.update((name, value) for name, value in self.metrics.step_values().items() if name not in evaluated)
         return as_tensors(values)
 
@@ -319,7 +319,7 @@ class Run:
             for_step: they are of a step and not of an epoch.
             step: of this optimizer step; default: the current one, or in an evaluation its batch.
         """
-        progress, evaluating = self.progress, self.evaluation_plan
+        progress, evaluating = self.progress, self.evaluation
         if progress.sanity_checking:
             return
         if step is None:
@@ -338,10 +338,10 @@ class Run:
 
     def finish_metrics(self) -> None:
         """Reduce what was logged in the epoch that ends, before the callbacks that run last."""
-        if self.evaluation_plan is None:
+        if self.evaluation is None:
             self.end_metrics_of_epoch()
         else:
-            self.evaluation_plan.finish()
+            self.evaluation.finish()
 
     def end_metrics_of_epoch(self) -> None:
         """Reduce what was logged in the training epoch; note which values are of the current step."""

@@ -14,7 +14,7 @@ from trainkit.trainer.progress import Phase, Stop
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
     from trainkit.trainer.run import Run
-    from trainkit.trainer.setup import FitPlan
+    from trainkit.trainer.setup import Training
 
 __all__ = ["capture_run", "parts_of", "restore_loop", "restore_run"]
 
@@ -63,7 +63,7 @@ def _hyper_parameters(owner: Any, key: str) -> dict[str, Any]:
 
 
 def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
-    progress, validation = run.progress, run.validation_plan
+    progress, validation = run.progress, run.validation
     # also at the end of an epoch of unknown length, where a resumed run reaches its validation by itself
     validating = progress.validation_start is not None
     between = progress.phase is Phase.STEP and (progress.stop is Stop.STOPPING or progress.batches_done == 0)
@@ -91,7 +91,7 @@ def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
     }
 
 
-def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
+def restore_loop(run: Run, training: Training, saved: Mapping[str, Any]) -> None:
     """Counters and position.
 
     Raises:
@@ -99,17 +99,17 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
     """
     progress = run.progress
     size, before = run.strategy.world_size, int(saved["position"].get("processes", 1))
-    usual = plan.length
-    progress.epoch_start = progress.batches_done = plan.loader.start_of(saved["position"])
-    plan.loader.resume(saved["position"], progress.epoch_start)
-    progress.extra_batches = 0 if usual is None or plan.length is None else plan.length - usual
+    usual = training.length
+    progress.epoch_start = progress.batches_done = training.loader.start_of(saved["position"])
+    training.loader.resume(saved["position"], progress.epoch_start)
+    progress.extra_batches = 0 if usual is None or training.length is None else training.length - usual
     progress.global_step, progress.current_epoch = int(saved["global_step"]), int(saved["current_epoch"])
     progress.phase = Phase(saved["phase"])
     progress.batch_idx = progress.epoch_start - 1
     progress.validations, progress.earlier_batches = int(saved["validated"]), int(saved["earlier_batches"])
     if size != before:  # an epoch has a different number of micro-batches per process now
         progress.earlier_batches = progress.earlier_batches * before // size
-    _restore_intervals(run, plan, int(saved.get("window", 0)) * before // size)
+    _restore_intervals(run, training, int(saved.get("window", 0)) * before // size)
     progress.epoch_complete = bool(saved["epoch_complete"])
     progress.agree_on_stop(bool(saved["stop_asked"]))
     if saved["stopping"]:
@@ -118,23 +118,23 @@ def restore_loop(run: Run, plan: FitPlan, saved: Mapping[str, Any]) -> None:
     progress.computed = {str(name): int(step) for name, step in saved["computed"].items()}
     advanced = saved.get("advanced", {})  # absent from checkpoints of earlier versions
     progress.advanced = {str(index): int(step) for index, step in advanced.items()}
-    if run.validation_plan is not None:
-        run.validation_plan.count = int(saved["validation_batches"])
+    if run.validation is not None:
+        run.validation.count = int(saved["validation_batches"])
 
 
-def _restore_intervals(run: Run, plan: FitPlan, window: int) -> None:
+def _restore_intervals(run: Run, training: Training, window: int) -> None:
     """Count the validation intervals that are over by the arguments of this run, not by those of the run that was saved.
 
     Args:
         run: The fit, whose position is restored.
-        plan: What its loop calls.
+        training: What its loop calls.
         window: Micro-batches of the accumulation window whose step was saved; 0: it is not known.
     """
     progress, batches = run.progress, run.progress.epoch_start
     if progress.phase is Phase.UPDATED:  # the validation of this step comes next, if it is due
         batches -= window or run.accumulation_in(progress.current_epoch)
-    if plan.validate_every is not None:
-        progress.validations = run.due.intervals(batches, plan.validate_every)
+    if training.validate_every is not None:
+        progress.validations = run.due.intervals(batches, training.validate_every)
 
 
 def restore_run(

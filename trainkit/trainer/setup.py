@@ -43,13 +43,13 @@ if TYPE_CHECKING:
     from trainkit.trainer.safe_points import SafePoints
 
 __all__ = [
-    "EvaluationPlan",
-    "FitPlan",
+    "Evaluation",
+    "Training",
     "begin_compiling",
     "count_batches",
     "described_compilation",
-    "evaluation_plan",
-    "fit_plan",
+    "prepare_evaluation",
+    "prepare_training",
     "refresh_train_loader",
     "refresh_validation",
     "refuse_incomplete",
@@ -61,7 +61,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class FitPlan:
+class Training:
     """What the training loop calls.
 
     Attributes:
@@ -93,7 +93,7 @@ class FitPlan:
     step: Callable[..., bool]
     module_step: ModuleStep | None
     zero_grad: Callable[[], None]
-    pad: Callable[[Run, FitPlan, Any, int], None]
+    pad: Callable[[Run, Training, Any, int], None]
     schedulers: Sequence[SchedulerConfig]
     profiler: Profiler | None
     validate_every: int | None
@@ -121,8 +121,8 @@ class FitPlan:
 
 
 @dataclass
-class EvaluationPlan:
-    """The plan of a validation, test or prediction.
+class Evaluation:
+    """One validation, test or prediction: what its loop calls, and its results so far.
 
     Attributes:
         name: "validation", "test" or "predict", as in the names of the hooks.
@@ -279,7 +279,7 @@ def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> N
             raise MissingMethodError(f"{type(module).__name__} has no {name}. Define: def {name}{steps[name]}")
 
 
-def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPlan:
+def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> Training:
     """Get the optimizers of the module, which is on its device; returns what the training loop calls."""
     module, engine, profiler = run.module, run.accelerator, run.profiler
     interval = validate_every(run, loader)  # first: it may raise, before the user's code is called
@@ -317,7 +317,7 @@ def fit_plan(run: Run, loader: PreparedLoader, safe_points: SafePoints) -> FitPl
     if optimizer is not None and ModuleStep.needed(run, optimizer):
         module_step = ModuleStep(run, optimizer, step, pad)
         step, pad = module_step.training_step, module_step.pad
-    return FitPlan(
+    return Training(
         loader=loader,
         safe_points=safe_points,
         training_step=step,
@@ -421,7 +421,7 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     """
     arguments, length, exact = run.arguments, loader.length, loader.exact
     interval = arguments.val_check_interval
-    if run.validation_plan is None or arguments.val_every_n_steps is not None or isinstance(interval, timedelta):
+    if run.validation is None or arguments.val_every_n_steps is not None or isinstance(interval, timedelta):
         return None
     if isinstance(interval, int):
         if arguments.check_val_every_n_epoch is not None and length is not None and interval > length:
@@ -441,35 +441,35 @@ def validate_every(run: Run, loader: PreparedLoader) -> int | None:
     return max(1, int(length * interval))
 
 
-def refresh_train_loader(run: Run, plan: FitPlan) -> FitPlan:
-    """Prepare the training loader for the epoch that begins; returns the plan with it.
+def refresh_train_loader(run: Run, training: Training) -> Training:
+    """Prepare the training loader for the epoch that begins; returns what the loop calls, with it.
 
     It is requested again if `reload_dataloaders_every_n_epochs` says so, and has the accumulation window of the epoch.
     """
     every, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.progress.current_epoch
     if not every or epoch == run.loaded_in or epoch % every:
         run.begin_accumulation()
-        return plan
-    run.accelerator.release_loader(plan.loader)
+        return training
+    run.accelerator.release_loader(training.loader)
     loader = train_loader(run, run.given_loaders[0])
-    return replace(plan, loader=loader, validate_every=validate_every(run, loader))
+    return replace(training, loader=loader, validate_every=validate_every(run, loader))
 
 
 def refresh_validation(run: Run) -> None:
     """Request the validation loaders of a fit again if `reload_dataloaders_every_n_epochs` says so."""
-    every, plan, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation_plan, run.progress.current_epoch
-    if not every or plan is None or epoch // every == run.val_loaded_in // every:
+    every, evaluation, epoch = run.arguments.reload_dataloaders_every_n_epochs, run.validation, run.progress.current_epoch
+    if not every or evaluation is None or epoch // every == run.val_loaded_in // every:
         return
     run.val_loaded_in = epoch
-    for loader in plan.loaders:
+    for loader in evaluation.loaders:
         run.accelerator.release_loader(loader)
-    run.validation_plan = evaluation_plan(run, "validation", run.given_loaders[1])
-    if run.validation_plan is not None:
-        run.validation_plan.count = plan.count
+    run.validation = prepare_evaluation(run, "validation", run.given_loaders[1])
+    if run.validation is not None:
+        run.validation.count = evaluation.count
 
 
-def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, keeps: bool = True) -> EvaluationPlan | None:
-    """The plan of an evaluation, kept in `run.plans`; `None` if there is no data or no step for it.
+def prepare_evaluation(run: Run, name: str, given: Any, *, sanity: bool = False, keeps: bool = True) -> Evaluation | None:
+    """Prepare an evaluation, kept in `run.evaluations`; `None` if there is no data or no step for it.
 
     Args:
         run: the run.
@@ -483,7 +483,7 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
         HookError: several loaders, and the step does not take `dataloader_idx`.
     """
     key = "sanity" if sanity else name
-    run.plans[key] = None
+    run.evaluations[key] = None
     loaders = evaluation_loaders(run, name, given, sanity)
     if all(loader.limit == 0 for loader in loaders):
         return None
@@ -493,9 +493,9 @@ def evaluation_plan(run: Run, name: str, given: Any, *, sanity: bool = False, ke
     if run.profiler is not None:
         step = run.profiler.wrapped(step_name, step)
     metrics = run.metric_store(MetricResults() if sanity else run.results)
-    plan = EvaluationPlan(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict" and keeps)
-    run.plans[key] = plan
-    return plan
+    evaluation = Evaluation(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict" and keeps)
+    run.evaluations[key] = evaluation
+    return evaluation
 
 
 def _with_arguments(
@@ -532,7 +532,11 @@ def _with_arguments(
     )
 
 
-def count_batches(plan: EvaluationPlan | None) -> list[int | float]:
+def count_batches(evaluation: Evaluation | None) -> list[int | float]:
     """The number of batches of each loader, which a limit bounds if the length is unknown; otherwise infinity."""
-    known = [] if plan is None else [loader.limit if loader.length is None else loader.length for loader in plan.loaders]
+    known = (
+        []
+        if evaluation is None
+        else [loader.limit if loader.length is None else loader.length for loader in evaluation.loaders]
+    )
     return [math.inf if count is None else count for count in known]

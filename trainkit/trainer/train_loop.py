@@ -34,7 +34,7 @@ from trainkit.trainer.setup import refresh_validation, validate_every
 if TYPE_CHECKING:
     from trainkit.optim.optimizer_config import SchedulerConfig
     from trainkit.trainer.run import Run
-    from trainkit.trainer.setup import FitPlan
+    from trainkit.trainer.setup import Training
 
 __all__ = [
     "begin_training",
@@ -66,14 +66,14 @@ class OpenWindow:
         self.had_loss, self.learned, self.updates = False, learned, 0
 
 
-def begin_training(run: Run, plan: FitPlan) -> None:
+def begin_training(run: Run, training: Training) -> None:
     """What comes before the first epoch of a fit."""
     run.metrics.scope = Scope.TRAIN_EPOCH
     run.hooks.run("on_train_start")
-    plan.safe_points.agree_now()  # on a stop that one rank has requested in an earlier hook
+    training.safe_points.agree_now()  # on a stop that one rank has requested in an earlier hook
     interval = run.arguments.val_check_interval
-    if isinstance(interval, timedelta) and run.validation_plan is not None:
-        plan.safe_points.every(interval, run.progress.request_validation)
+    if isinstance(interval, timedelta) and run.validation is not None:
+        training.safe_points.every(interval, run.progress.request_validation)
     run.signals.working = True
     if not run.progress.epoch_start:
         run.metrics.stamp = -1
@@ -93,7 +93,7 @@ def end_training(run: Run) -> None:
     run.hooks.run("on_train_end")
 
 
-def train_epoch(run: Run, plan: FitPlan) -> None:
+def train_epoch(run: Run, training: Training) -> None:
     """Train one epoch: the only training loop there is."""
     hooks, metrics, progress = run.hooks, run.metrics, run.progress
     metrics.scope = Scope.TRAIN_EPOCH
@@ -101,39 +101,39 @@ def train_epoch(run: Run, plan: FitPlan) -> None:
     metrics.scope = Scope.TRAIN_BATCH
     metrics.begin_window(-1, run.accumulation)
     run.accelerator.recheck_parameters()  # a hook may have replaced layers
-    if progress.phase is not Phase.STEP and finish_step(run, plan):
+    if progress.phase is not Phase.STEP and finish_step(run, training):
         return
     window, complete, exhausted = OpenWindow(learned=progress.epoch_start > 0), False, False
-    micro_batches = plan.micro_batches(progress.current_epoch, progress.epoch_start)
-    if plan.loader.length_changes:
-        plan = replace(plan, validate_every=(every := validate_every(run, plan.loader)))
+    micro_batches = training.micro_batches(progress.current_epoch, progress.epoch_start)
+    if training.loader.length_changes:
+        training = replace(training, validate_every=(every := validate_every(run, training.loader)))
         if every is not None:  # an epoch that was resumed has had another length until now
             progress.validations = run.due.intervals(progress.epoch_start, every)
     for micro in micro_batches:
         if micro.batch is None:
-            micro = without_data(plan, micro)
-        outputs = run_micro_batch(run, plan, micro, window)
+            micro = without_data(training, micro)
+        outputs = run_micro_batch(run, training, micro, window)
         if outputs is _SKIP_EPOCH:
             complete = True  # the user skips the rest of this epoch
             break
-        updated = micro.last and close_window(run, plan, window)
+        updated = micro.last and close_window(run, training, window)
         if hooks.on_train_batch_end and micro.kind is MicroBatchKind.DATA:
             end_micro_batch(run, micro, outputs)
         if micro.last:
             if micro.uneven:
-                progress.batch_idx = plan.loader.given - 1  # of the rank that has the most micro-batches in this window
-            if safe_point(run, plan, progress.batch_idx, updated):
-                complete = plan.is_last(progress.batch_idx)
+                progress.batch_idx = training.loader.given - 1  # of the rank that has the most micro-batches in this window
+            if safe_point(run, training, progress.batch_idx, updated):
+                complete = training.is_last(progress.batch_idx)
                 break
     else:
         complete = exhausted = True
         run.accelerator.accumulation.end_loader()
-    finish_epoch(run, plan, complete, exhausted)
+    finish_epoch(run, training, complete, exhausted)
     if exhausted:
-        refuse_epoch_of_none(run, plan, window)
+        refuse_epoch_of_none(run, training, window)
 
 
-def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWindow) -> Any:
+def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: OpenWindow) -> Any:
     """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of `training_step`."""
     engine, metrics, progress = run.accelerator, run.metrics, run.progress
     progress.batch_idx, metrics.batch = micro.index, micro.batch
@@ -151,36 +151,36 @@ def run_micro_batch(run: Run, plan: FitPlan, micro: MicroBatch, window: OpenWind
         engine.collective_checks.end_epoch(skip)
         engine.skip_requested = False
         return _SKIP_EPOCH
-    if micro.first and plan.optimizer is not None:
+    if micro.first and training.optimizer is not None:
         for hook in run.hooks.on_before_zero_grad:
-            hook(plan.optimizer)
-        plan.zero_grad()
+            hook(training.optimizer)
+        training.zero_grad()
         window.had_loss = False
     window.updates = engine.updates
     if not has_data:
-        return plan.pad(run, plan, micro.batch, micro.index)
-    outputs = plan.training_step(micro.batch, micro.index)
-    if plan.automatic:
+        return training.pad(run, training, micro.batch, micro.index)
+    outputs = training.training_step(micro.batch, micro.index)
+    if training.automatic:
         loss = outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
         if loss is not None:
             window.had_loss = progress.tried_to_learn = True
-            run_backward(run, plan, loss)
+            run_backward(run, training, loss)
         else:
-            run_without_loss(run, plan, micro, outputs)
+            run_without_loss(run, training, micro, outputs)
     return outputs
 
 
-def run_without_loss(run: Run, plan: FitPlan, micro: MicroBatch, outputs: Any) -> None:
+def run_without_loss(run: Run, training: Training, micro: MicroBatch, outputs: Any) -> None:
     """What a micro-batch whose loss is None needs instead of a backward pass."""
     progress = run.progress
-    if plan.several:
-        plan.backward(None)  # there is no gradient, but the other ranks wait in a collective
+    if training.several:
+        training.backward(None)  # there is no gradient, but the other ranks wait in a collective
     first = micro.index == progress.epoch_start and progress.global_step == progress.first_step
-    if first and outputs is None and plan.optimizer is not None:
+    if first and outputs is None and training.optimizer is not None:
         warn("training_step returned None for the first batch, so it is skipped. Return the loss: return loss")
 
 
-def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
+def run_backward(run: Run, training: Training, loss: Tensor) -> None:
     """Run the backward pass of a loss with its hooks."""
     hooks = run.hooks
     if run.progress.should_log and run.accelerator.accumulation.current.share > 0.0:  # the mean over nothing may be NaN
@@ -189,34 +189,34 @@ def run_backward(run: Run, plan: FitPlan, loss: Tensor) -> None:
         check_loss(loss)
     for hook in hooks.on_before_backward:
         hook(loss)
-    plan.backward(loss)
+    training.backward(loss)
     for hook in hooks.on_after_backward:
         hook()
 
 
-def close_window(run: Run, plan: FitPlan, window: OpenWindow) -> bool:
+def close_window(run: Run, training: Training, window: OpenWindow) -> bool:
     """Step the optimizer and the schedulers at the end of an accumulation window; returns whether there was a step.
 
     Under manual optimization `training_step` has stepped the optimizers already.
     """
     engine, hooks = run.accelerator, run.hooks
-    optimizer = plan.optimizer
+    optimizer = training.optimizer
     if optimizer is not None:
         had_loss = window.had_loss
-        if plan.several:  # the same on all ranks
+        if training.several:  # the same on all ranks
             had_loss = engine.any_rank_had_loss(had_loss)
         window.learned |= had_loss
-        if had_loss and plan.module_step is not None:
-            plan.module_step(plan)
+        if had_loss and training.module_step is not None:
+            training.module_step(training)
         elif had_loss:
             if hooks.on_before_optimizer_step and not engine.accumulation.current.empty:
                 engine.unscale_gradients(optimizer)  # the hooks see the true gradients
                 for hook in hooks.on_before_optimizer_step:
                     hook(optimizer)
-            plan.step(optimizer)
-    updated = engine.updates != window.updates or plan.without_optimizer
+            training.step(optimizer)
+    updated = engine.updates != window.updates or training.without_optimizer
     if updated:
-        count_step(run, plan)
+        count_step(run, training)
     return updated
 
 
@@ -227,60 +227,60 @@ def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
         hook(given, micro.batch, micro.index)
 
 
-def count_step(run: Run, plan: FitPlan) -> None:
+def count_step(run: Run, training: Training) -> None:
     """Count an optimizer step and advance the schedulers."""
     progress = run.progress
     progress.global_step += 1
-    if plan.without_optimizer:
+    if training.without_optimizer:
         run.strategy.sync_buffers()  # otherwise the optimizer step does it
-    if plan.schedulers:
-        advance_schedulers(run, plan, "step", progress.global_step)
+    if training.schedulers:
+        advance_schedulers(run, training, "step", progress.global_step)
     progress.phase = Phase.UPDATED
 
 
-def finish_step(run: Run, plan: FitPlan) -> bool:
+def finish_step(run: Run, training: Training) -> bool:
     """Complete the step in which the loaded checkpoint was saved; returns whether that ends the epoch."""
     progress = run.progress
     phase, progress.phase = progress.phase, Phase.STEP
     if phase is Phase.EPOCH_END:
-        finish_epoch(run, plan, progress.epoch_complete, exhausted=False)
+        finish_epoch(run, training, progress.epoch_complete, exhausted=False)
         return True
     last = progress.epoch_start - 1
     if phase is Phase.UPDATED:
         progress.should_log = run.due.logs(progress.global_step)
-        stop = safe_point(run, plan, last, True)
+        stop = safe_point(run, training, last, True)
     else:
-        validate(run, plan)
-        stop = end_step(run, plan, last, validated=True)
+        validate(run, training)
+        stop = end_step(run, training, last, validated=True)
     if stop:
-        finish_epoch(run, plan, plan.is_last(last), False)
+        finish_epoch(run, training, training.is_last(last), False)
     return stop
 
 
-def safe_point(run: Run, plan: FitPlan, batch_idx: int, updated: bool) -> bool:
+def safe_point(run: Run, training: Training, batch_idx: int, updated: bool) -> bool:
     """Log, validate, save and obey signals if they are due; returns whether training ends here."""
     progress = run.progress
-    if plan.profiler is not None:
-        plan.profiler.step()
+    if training.profiler is not None:
+        training.profiler.step()
     run.accelerator.skip_requested = False  # requested in a window that had no loss
     if updated and progress.should_log:
         check_loss_is_finite(run, waited=run.metrics.flush_step())
     elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
         warn_without_step(run)  # the epoch may be endless
-    plan.safe_points.agree()
-    validated = run.validation_plan is not None and run.due.validates(batch_idx, updated, plan.validate_every)
+    training.safe_points.agree()
+    validated = run.validation is not None and run.due.validates(batch_idx, updated, training.validate_every)
     if validated:
-        validate(run, plan)
-    elif updated and plan.schedulers and run.validation_plan is None:
-        advance_plateaus(run, plan)
-    return end_step(run, plan, batch_idx, validated)
+        validate(run, training)
+    elif updated and training.schedulers and run.validation is None:
+        advance_plateaus(run, training)
+    return end_step(run, training, batch_idx, validated)
 
 
-def end_step(run: Run, plan: FitPlan, batch_idx: int, validated: bool) -> bool:
+def end_step(run: Run, training: Training, batch_idx: int, validated: bool) -> bool:
     """The step is complete: save and obey signals if they are due; returns whether training ends here."""
     progress = run.progress
     if validated:
-        plan.safe_points.agree_now()
+        training.safe_points.agree_now()
         if progress.should_stop and run.due.may_stop:
             progress.begin_stopping()
     progress.end_window(batch_idx, run.accelerator.updates)
@@ -289,28 +289,28 @@ def end_step(run: Run, plan: FitPlan, batch_idx: int, validated: bool) -> bool:
         if ends:
             progress.safe_point_due = True  # at the end of the epoch, so that a resumed run does not repeat that
         else:
-            plan.safe_points.carry_out()
+            training.safe_points.carry_out()
     return ends
 
 
-def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> None:
+def finish_epoch(run: Run, training: Training, complete: bool, exhausted: bool) -> None:
     """The hooks, metrics and schedulers at the end of an epoch.
 
     Args:
         run: the run.
-        plan: of the fit.
+        training: what its loop calls.
         complete: the epoch counts as complete: no stop request ended it.
         exhausted: the loader has yielded all its batches.
     """
     hooks, metrics, progress = run.hooks, run.metrics, run.progress
     no_step_yet = progress.global_step == progress.first_step
     if progress.batch_idx < 0:
-        plan.refuse_empty()
-    if exhausted and not plan.automatic and progress.batch_idx >= progress.epoch_start and no_step_yet:
+        training.refuse_empty()
+    if exhausted and not training.automatic and progress.batch_idx >= progress.epoch_start and no_step_yet:
         warn_without_step(run)
-    validates = run.validation_plan is not None and run.due.validates_at_end(plan.validate_every)
+    validates = run.validation is not None and run.due.validates_at_end(training.validate_every)
     if validates and exhausted and not run.due.max_steps_reached:
-        validate(run, plan, at_end=True)
+        validate(run, training, at_end=True)
     progress.phase, progress.epoch_complete = Phase.EPOCH_END, complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
@@ -318,25 +318,25 @@ def finish_epoch(run: Run, plan: FitPlan, complete: bool, exhausted: bool) -> No
     hooks.run("on_train_epoch_end")
     run.end_metrics_of_epoch()  # what callbacks that run last have logged
     if complete:
-        advance_schedulers(run, plan, "epoch", progress.current_epoch + 1)
+        advance_schedulers(run, training, "epoch", progress.current_epoch + 1)
         progress.begin_next_epoch(progress.batches_done, run.arguments.check_val_every_n_epoch is None)
         metrics.stamp = -1  # nothing of the next one has been logged
     else:
         progress.epoch_start = progress.batches_done
     progress.batch_idx = -1
     progress.phase = Phase.STEP
-    plan.safe_points.agree_now()
+    training.safe_points.agree_now()
     if progress.safe_point_due:
-        plan.safe_points.carry_out()
+        training.safe_points.carry_out()
 
 
-def refuse_epoch_of_none(run: Run, plan: FitPlan, window: OpenWindow) -> None:
+def refuse_epoch_of_none(run: Run, training: Training, window: OpenWindow) -> None:
     """After an epoch without any loss: refuse to train another one, or warn if it was the last.
 
     Raises:
         LossError: another epoch would follow.
     """
-    if window.learned or not plan.automatic or plan.optimizer is None:
+    if window.learned or not training.automatic or training.optimizer is None:
         return
     if not training_continues(run):
         warn_without_step(run)
@@ -374,16 +374,16 @@ def warn_without_step(run: Run) -> None:
     warn(f"no optimizer step was made in this epoch, so nothing was learned: {why}.")
 
 
-def validate(run: Run, plan: FitPlan, at_end: bool = False) -> None:
+def validate(run: Run, training: Training, at_end: bool = False) -> None:
     """The validation inside a fit.
 
     Args:
         run: the run.
-        plan: of the fit.
+        training: what its loop calls.
         at_end: at the end of an epoch whose length was unknown. A run that resumes in it reaches this again by itself.
     """
     refresh_validation(run)
-    progress, validation = run.progress, run.validation_plan
+    progress, validation = run.progress, run.validation
     if validation is None:
         return
     progress.validating = True
@@ -396,22 +396,22 @@ def validate(run: Run, plan: FitPlan, at_end: bool = False) -> None:
     finally:
         progress.validating = False
     progress.validation_start = None
-    advance_plateaus(run, plan)
+    advance_plateaus(run, training)
 
 
-def advance_schedulers(run: Run, plan: FitPlan, interval: str, count: int) -> None:
+def advance_schedulers(run: Run, training: Training, interval: str, count: int) -> None:
     """Advance the schedulers of an interval that are due after `count` steps or epochs."""
-    for config in plan.schedulers:
+    for config in training.schedulers:
         due = config.interval == interval and count % config.frequency == 0
         if due and (interval == "epoch" or not config.reduce_on_plateau):
             advance(run, config)
 
 
-def advance_plateaus(run: Run, plan: FitPlan) -> None:
+def advance_plateaus(run: Run, training: Training) -> None:
     """Advance the schedulers that follow a metric by steps: after each validation, or without one after each step."""
-    for config in plan.schedulers:
+    for config in training.schedulers:
         if config.reduce_on_plateau and config.interval == "step" and run.progress.global_step % config.frequency == 0:
-            if plan.several:
+            if training.several:
                 run.results.add(run.train_metrics.agreed_step_values())
             advance(run, config)
 

@@ -2,100 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import contextmanager
-from contextlib import nullcontext
+import math
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
-from trainkit.checks import accepts
-from trainkit.checks import describe_arguments
-from trainkit.console import echo
-from trainkit.console import notice
+from trainkit.checks import accepts, describe_arguments
+from trainkit.console import echo, notice
 from trainkit.data.combined import as_passed
-from trainkit.errors import ConfigurationError
-from trainkit.errors import ModuleError
-from trainkit.errors import NotAvailableError
-from trainkit.errors import nearest
-from trainkit.launch.strategy_choice import join_strategy
-from trainkit.launch.strategy_choice import read_devices
+from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
+from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.loggers.run_files import utc_now
-from trainkit.memory.report import MemoryPlan
-from trainkit.memory.report import PROCESSES
+from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
 from trainkit.module.data_module import DataModule
 from trainkit.module.hook_checks import check_callback
 from trainkit.module.hook_table import HookTable
 from trainkit.module.train_module import TrainModule
-from trainkit.names import advice
-from trainkit.names import refuse_unknown
+from trainkit.names import advice, refuse_unknown
 from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed
 from trainkit.trainer import train_loop as loop
-from trainkit.trainer.arguments import ArgumentView
-from trainkit.trainer.arguments import TrainerArguments
-from trainkit.trainer.arguments import assign_argument
-from trainkit.trainer.arguments import attribute_errors
-from trainkit.trainer.arguments import read_arguments
-from trainkit.trainer.arguments import with_settings
-from trainkit.trainer.eval_loop import check_sanity
-from trainkit.trainer.eval_loop import evaluate
-from trainkit.trainer.eval_loop import gather_predictions
-from trainkit.trainer.explain import StartRecord
-from trainkit.trainer.explain import end_line
-from trainkit.trainer.explain import explain
-from trainkit.trainer.explain import folders_line
-from trainkit.trainer.explain import results_table
-from trainkit.trainer.lifecycle import agree_on_signals
-from trainkit.trainer.lifecycle import attach_callbacks
-from trainkit.trainer.lifecycle import attach_loggers
-from trainkit.trainer.lifecycle import build_hooks
-from trainkit.trainer.lifecycle import interruptible
-from trainkit.trainer.lifecycle import refuse_evaluation
-from trainkit.trainer.lifecycle import running
-from trainkit.trainer.lifecycle import set_up
-from trainkit.trainer.lifecycle import start_loggers
+from trainkit.trainer.arguments import (
+    ArgumentView,
+    TrainerArguments,
+    assign_argument,
+    attribute_errors,
+    read_arguments,
+    with_settings,
+)
+from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
+from trainkit.trainer.explain import StartRecord, end_line, explain, folders_line, results_table
+from trainkit.trainer.lifecycle import (
+    agree_on_signals,
+    attach_callbacks,
+    attach_loggers,
+    build_hooks,
+    interruptible,
+    refuse_evaluation,
+    running,
+    set_up,
+    start_loggers,
+)
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.notices import warn_eval_mode
-from trainkit.trainer.notices import warn_of_modes
-from trainkit.trainer.notices import warn_rare_logs
-from trainkit.trainer.profiler import PASS_THROUGH
-from trainkit.trainer.profiler import Profiler
-from trainkit.trainer.profiler import make_profiler
-from trainkit.trainer.resume import begin_resume
-from trainkit.trainer.resume import best_of_fit
-from trainkit.trainer.resume import check_restore
-from trainkit.trainer.resume import load_weights
-from trainkit.trainer.resume import restore_fit
+from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
+from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
+from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import count_batches
-from trainkit.trainer.setup import evaluation_plan
-from trainkit.trainer.setup import fit_plan
-from trainkit.trainer.setup import refresh_train_loader
-from trainkit.trainer.setup import requested_compilation
-from trainkit.trainer.states import RunningStage
-from trainkit.trainer.states import TrainerState
-from trainkit.trainer.states import TrainerStatus
+from trainkit.trainer.setup import (
+    count_batches,
+    prepare_evaluation,
+    prepare_training,
+    refresh_train_loader,
+    requested_compilation,
+)
+from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
 from trainkit.trainer.trial import run_trial
-from typing import Any
-from typing import TYPE_CHECKING
-import math
-import signal
-import torch
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
@@ -228,10 +206,10 @@ class Trainer:
                 run.train_loader = None  # so that nothing can be saved that could not be resumed
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
-            run.validation_plan = evaluation_plan(run, "validation", val_dataloaders)
+            run.validation = prepare_evaluation(run, "validation", val_dataloaders)
             build_hooks(self, run)
-            plan = fit_plan(run, loader, saves.safe_points)
-            resumed = restore_fit(run, plan, wanted, overrides or {}, strict)
+            training = prepare_training(run, loader, saves.safe_points)
+            resumed = restore_fit(run, training, wanted, overrides or {}, strict)
             run.loaded_in = run.val_loaded_in = run.progress.current_epoch
             run.progress.first_step = run.progress.global_step
             start_loggers(run)
@@ -246,10 +224,10 @@ class Trainer:
             if not resumed:
                 check_sanity(run)
             warn_eval_mode(run.module)
-            loop.begin_training(run, plan)
+            loop.begin_training(run, training)
             while loop.training_continues(run):
-                plan = refresh_train_loader(run, plan)
-                loop.train_epoch(run, plan)
+                training = refresh_train_loader(run, training)
+                loop.train_epoch(run, training)
             loop.end_training(run)
             run.hooks.run("on_fit_end")
             agree_on_signals(run)
@@ -347,10 +325,10 @@ class Trainer:
         return_predictions = return_predictions is None or return_predictions
         _check_switch("return_predictions", return_predictions)
         _evaluate(self, "predict", "predict", model, dataloaders, datamodule, False, ckpt_path, strict, return_predictions)
-        plan = self._run.plans.get("predict")
-        if not return_predictions or plan is None:
+        evaluation = self._run.evaluations.get("predict")
+        if not return_predictions or evaluation is None:
             return None
-        outputs, plan.outputs = plan.outputs, []
+        outputs, evaluation.outputs = evaluation.outputs, []
         return outputs[0] if len(outputs) == 1 else outputs
 
     def save_checkpoint(self, filepath: str | Path, weights_only: bool = False, *, blocking: bool = True) -> None:
@@ -556,7 +534,7 @@ class Trainer:
     @property
     def enable_validation(self) -> bool:
         """Whether this fit validates: it has validation data and a `validation_step`."""
-        return self._run.validation_plan is not None
+        return self._run.validation is not None
 
     @property
     def ckpt_path(self) -> str | Path | None:
@@ -768,7 +746,7 @@ class Trainer:
             NotAvailableError: There is no current batch.
         """
         run = self._run
-        loader = run.train_loader if run.evaluation_plan is None and self.stage == "fit" else None
+        loader = run.train_loader if run.evaluation is None and self.stage == "fit" else None
         if loader is not None and loader.samples is not None:
             return loader.sample_mask
         batch = run.metrics.batch if self.stage is not None else None
@@ -821,7 +799,7 @@ class Trainer:
     @property
     def num_val_batches(self) -> list[int | float]:
         """Number of batches of each validation loader."""
-        return count_batches(self._run.plans.get("validation"))
+        return count_batches(self._run.evaluations.get("validation"))
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
@@ -832,12 +810,12 @@ class Trainer:
     @property
     def num_test_batches(self) -> list[int | float]:
         """Number of batches of each test loader."""
-        return count_batches(self._run.plans.get("test"))
+        return count_batches(self._run.evaluations.get("test"))
 
     @property
     def num_predict_batches(self) -> list[int | float]:
         """Number of batches of each loader of `predict`."""
-        return count_batches(self._run.plans.get("predict"))
+        return count_batches(self._run.evaluations.get("predict"))
 
     @property
     def val_dataloaders(self) -> Any:
@@ -1006,17 +984,17 @@ def _evaluate(
     with running(trainer, stage, module, datamodule, dataloaders) as run:
         run.given_loaders = (None, dataloaders)
         set_up(trainer, run)
-        plan = evaluation_plan(run, name, dataloaders, keeps=keeps)
-        if plan is None:
+        evaluation = prepare_evaluation(run, name, dataloaders, keeps=keeps)
+        if evaluation is None:
             refuse_evaluation(run, stage, name)
             return []
         build_hooks(trainer, run)
         if ckpt_path is not None:
             load_weights(run, ckpt_path, strict)
         run.progress.validating = stage == "validate"
-        results = evaluate(run, plan)
-        if plan.keeps:
-            plan.outputs = gather_predictions(trainer.strategy.data_world, plan.outputs, trainer.device)
+        results = evaluate(run, evaluation)
+        if evaluation.keeps:
+            evaluation.outputs = gather_predictions(trainer.strategy.data_world, evaluation.outputs, trainer.device)
         if verbose and trainer.is_global_zero:
             trainer.print(results_table(stage, results))
         return results

@@ -26,7 +26,7 @@ from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.lifecycle import build_hooks, refuse_evaluation, running, set_up
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.run import Run
-from trainkit.trainer.setup import evaluation_plan, fit_plan
+from trainkit.trainer.setup import prepare_evaluation, prepare_training
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
@@ -93,11 +93,11 @@ def _fit(trial: Trainer, run: Run, dataloaders: Any) -> None:
         build_hooks(trial, run)
         assert run.save_policy is not None  # each fit has one
         run.save_policy.expect_nonfinite()
-        plan = replace(fit_plan(run, loader, run.save_policy.safe_points), schedulers=[])
+        training = replace(prepare_training(run, loader, run.save_policy.safe_points), schedulers=[])
         run.hooks.run("on_fit_start")
-        loop.begin_training(run, plan)
+        loop.begin_training(run, training)
         while loop.training_continues(run):
-            loop.train_epoch(run, plan)
+            loop.train_epoch(run, training)
         loop.end_training(run)
         run.hooks.run("on_fit_end")
 
@@ -108,14 +108,14 @@ def _evaluate(trial: Trainer, run: Run, dataloaders: Any) -> None:
     name = _EVALUATIONS[stage]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainkitWarning)  # of the limit, which is that of the trial; the run gives them
-        plan = evaluation_plan(run, name, dataloaders, keeps=False)
-    if plan is None:
+        evaluation = prepare_evaluation(run, name, dataloaders, keeps=False)
+    if evaluation is None:
         refuse_evaluation(run, stage, name)
         return
     with _unchanged(run.evaluation_sources[name]):
         build_hooks(trial, run)
         run.progress.validating = stage == "validate"
-        evaluate(run, plan)
+        evaluate(run, evaluation)
 
 
 def _trial_trainer(trainer: Trainer, callback: Callback, alone: bool, arguments: Mapping[str, Any]) -> Trainer:
