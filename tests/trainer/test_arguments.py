@@ -27,7 +27,7 @@ from trainkit.errors import (
     UnsupportedArgumentError,
 )
 from trainkit.names import advice_by_place
-from trainkit.trainer.loaders import limited
+from trainkit.trainer.loaders import limit_batches
 
 ADVICE = advice_by_place()
 
@@ -487,15 +487,15 @@ def test_overfitting_limits_validation_too_unless_told_otherwise() -> None:
     ],
 )
 def test_limited(length: int | None, limit: int | float, expected: int | None) -> None:
-    assert limited(length, limit, "limit") == expected
+    assert limit_batches(length, limit, "limit") == expected
 
 
 def test_limits_that_cannot_be() -> None:
     with pytest.raises(ConfigurationError, match="limit=0.5 is a fraction, but the loader's length is unknown.*limit=100"):
-        limited(None, 0.5, "limit")
+        limit_batches(None, 0.5, "limit")
     expected = "limit=0.05 of 10 batches leaves no batch. Use a fraction of at least 0.1, or a number of batches: limit=1"
     with pytest.raises(ConfigurationError, match=expected):
-        limited(10, 0.05, "limit")
+        limit_batches(10, 0.05, "limit")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainkit.errors import LossError
-from trainkit.trainer.module_steps import check_loss, detached, loss_in
+from trainkit.trainer.module_steps import check_loss, detach_loss, loss_in
 
 
 def test_the_loss_in_a_dict() -> None:
@@ -40,8 +40,8 @@ def test_losses_that_train_nothing() -> None:
 
 def test_what_hooks_get_has_no_graph() -> None:
     loss = torch.ones((), requires_grad=True) * 2
-    assert not detached(loss)["loss"].requires_grad
+    assert not detach_loss(loss)["loss"].requires_grad
     outputs = {"loss": loss, "other": 1}
-    given = detached(outputs)
+    given = detach_loss(outputs)
     assert (given["other"], given["loss"].requires_grad, outputs["loss"] is loss) == (1, False, True)
-    assert detached(None) is None
+    assert detach_loss(None) is None

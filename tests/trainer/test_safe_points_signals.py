@@ -62,7 +62,7 @@ def test_what_the_launcher_passes_on_is_no_second(signals: Signals, ended: list[
     assert ended == []
     send(signal.SIGUSR1)
     assert ended == [signal.SIGUSR1]
-    monkeypatch.setattr(module, "_REPEATED", 0.0)
+    monkeypatch.setattr(module, "_FORWARD_SECONDS", 0.0)
     send(signal.SIGTERM)
     assert ended == [signal.SIGUSR1, signal.SIGTERM]
 

@@ -479,7 +479,7 @@ def test_an_epoch_that_never_ends_is_reported_too(monkeypatch: Any) -> None:
             if batch_idx == 9:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr("trainkit.trainer.train_loop._LONG", 5)
+    monkeypatch.setattr("trainkit.trainer.train_loop._MANY_BATCHES", 5)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         with pytest.raises(KeyboardInterrupt):
@@ -527,7 +527,7 @@ def test_steps_that_were_skipped_are_no_mistake(automatic: bool, monkeypatch: An
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step([batch[0] * 1e30, batch[1]], batch_idx)
 
-    monkeypatch.setattr("trainkit.trainer.train_loop._LONG", 2)
+    monkeypatch.setattr("trainkit.trainer.train_loop._MANY_BATCHES", 2)
     assert no_steps(Skipping()) == []
     assert no_steps(Overflowing(), precision="16-mixed") == []
 

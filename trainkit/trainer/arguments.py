@@ -477,7 +477,7 @@ def _precision(strategy: Any, precision: str) -> dict[str, Any]:
 
 
 def _compilation(settings: Settings, given: dict[str, Any]) -> list[str]:
-    """What the settings compile, in words; `setup.requested_compilation` reads them."""
+    """What the settings compile, in words; `setup.read_compilation` reads them."""
     backend = settings.get("dynamo_backend")
     return [] if backend is None or given["compile"] is not None else [f"compiled by {backend!r}"]
 

@@ -73,7 +73,7 @@ def evaluate_loader(run: Run, evaluation: Evaluation, index: int, micro_batches:
         metrics.scope = Scope.EVAL_BATCH
     alone = run.strategy.world.size == 1
     batch_idx = -1
-    for batch_idx, micro in enumerate(micro_batches if alone else _aligned(run, evaluation, index, micro_batches)):
+    for batch_idx, micro in enumerate(micro_batches if alone else _align_ranks(run, evaluation, index, micro_batches)):
         if micro.kind is MicroBatchKind.NONE:
             if run.strategy.shards_parameters:
                 pad_evaluation(run, evaluation, evaluation.loaders[index].padding(), batch_idx, index)
@@ -102,17 +102,15 @@ def evaluate_loader(run: Run, evaluation: Evaluation, index: int, micro_batches:
     return count
 
 
-def _aligned(run: Run, evaluation: Evaluation, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+def _align_ranks(run: Run, evaluation: Evaluation, index: int, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
     """This rank's micro-batches, one for each exchange; of kind `NONE` where only other ranks have a batch."""
     loader = evaluation.loaders[index]
     if loader.length is None or not loader.exact:
-        return _aligned_to_the_end(run, evaluation, loader, micro_batches)
-    return _aligned_of_length(run, evaluation, micro_batches, loader.length)
+        return _align_to_the_end(run, evaluation, loader, micro_batches)
+    return _align_length(run, evaluation, micro_batches, loader.length)
 
 
-def _aligned_of_length(
-    run: Run, evaluation: Evaluation, micro_batches: Iterator[MicroBatch], length: int
-) -> Iterator[MicroBatch]:
+def _align_length(run: Run, evaluation: Evaluation, micro_batches: Iterator[MicroBatch], length: int) -> Iterator[MicroBatch]:
     """`length` micro-batches: the exchange of one runs while the next is fetched."""
     world, metrics, signals = run.strategy.world, evaluation.metrics, run.signals
     pending, had = None, False
@@ -128,7 +126,7 @@ def _aligned_of_length(
         _end_exchange(run, evaluation, had, *pending.wait())
 
 
-def _aligned_to_the_end(
+def _align_to_the_end(
     run: Run, evaluation: Evaluation, loader: PreparedLoader, micro_batches: Iterator[MicroBatch]
 ) -> Iterator[MicroBatch]:
     """Micro-batches until no rank has one: each begins with an exchange of whether there is one."""

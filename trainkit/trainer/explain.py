@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
+from trainkit._version import __version__
+from trainkit.console import counted
+from trainkit.console import warn
+from trainkit.distributed.parameter_placement import layer_devices
+from trainkit.errors import ConfigurationError
+from trainkit.errors import Preempted
+from trainkit.launch.starting import folder_at_start
+from trainkit.launch.starting import start_command
+from trainkit.loggers.run_files import STARTS
+from trainkit.loggers.run_files import append_record
+from trainkit.loggers.run_files import utc_now
+from trainkit.masking import mask_arguments
+from trainkit.masking import mask_text
+from trainkit.module.activation_checkpointing import checkpointing_choice
+from trainkit.trainer.run_folder import folder_of_fit
+from trainkit.trainer.run_folder import opens_files
+from trainkit.trainer.run_folder import shown_folders
+from trainkit.trainer.setup import describe_compilation
+from typing import Any
+from typing import TYPE_CHECKING
 import math
 import os
 import platform
 import re
 import socket
 import sys
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
 import torch
-
-from trainkit._version import __version__
-from trainkit.console import counted, warn
-from trainkit.distributed.parameter_placement import layer_devices
-from trainkit.errors import ConfigurationError, Preempted
-from trainkit.launch.starting import folder_at_start, start_command
-from trainkit.loggers.run_files import STARTS, append_record, utc_now
-from trainkit.masking import mask_arguments, mask_text
-from trainkit.module.activation_checkpointing import checkpointing_choice
-from trainkit.trainer.run_folder import folder_of_fit, opens_files, shown_folders
-from trainkit.trainer.setup import described_compilation
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
@@ -42,9 +49,9 @@ def explain(trainer: Trainer, module: TrainModule | None) -> str:
 
 def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
     world, placed = trainer.strategy.data_world, () if module is None else layer_devices(module)
-    recomputed = _recomputed(trainer)
+    recomputed = _recomputation(trainer)
     compilation = trainer._run.compilation
-    compiled = [] if compilation is None else [described_compilation(compilation, module, trainer.strategy)]
+    compiled = [] if compilation is None else [describe_compilation(compilation, module, trainer.strategy)]
     folders = [type(one).__name__ + (f" in {one.root_dir}" if one.root_dir else "") for one in trainer.loggers]
     return [
         "Where",
@@ -62,7 +69,7 @@ def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
     ]
 
 
-def _recomputed(trainer: Trainer) -> str:
+def _recomputation(trainer: Trainer) -> str:
     """Whose activations are recomputed in the backward pass."""
     chosen, done = checkpointing_choice(trainer._arguments.activation_checkpointing), trainer._run.recomputed
     if chosen is None:

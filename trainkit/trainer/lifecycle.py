@@ -2,56 +2,72 @@
 
 from __future__ import annotations
 
-import math
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
-
-import torch
-
 from trainkit.accelerator import Accelerator
 from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.callback import Callback
 from trainkit.checkpoint.urls import remote_sync
-from trainkit.console import counted, each_once, notice, user_frames, with_article
+from trainkit.console import counted
+from trainkit.console import each_once
+from trainkit.console import notice
+from trainkit.console import user_frames
+from trainkit.console import with_article
 from trainkit.distributed.failure_handling import report_failure
 from trainkit.distributed.requested_devices import other_generators
-from trainkit.errors import (
-    CheckpointWriteError,
-    ConfigurationError,
-    DataError,
-    MissingMethodError,
-    ModuleError,
-    NonFiniteError,
-    Preempted,
-    ProcessFailedError,
-)
-from trainkit.metrics.store import MetricResults, Scope
+from trainkit.errors import CheckpointWriteError
+from trainkit.errors import ConfigurationError
+from trainkit.errors import DataError
+from trainkit.errors import MissingMethodError
+from trainkit.errors import ModuleError
+from trainkit.errors import NonFiniteError
+from trainkit.errors import Preempted
+from trainkit.errors import ProcessFailedError
+from trainkit.metrics.store import MetricResults
+from trainkit.metrics.store import Scope
 from trainkit.module.data_module import DataModule
-from trainkit.module.hook_checks import check_callback, check_datamodule, check_module
+from trainkit.module.hook_checks import check_callback
+from trainkit.module.hook_checks import check_datamodule
+from trainkit.module.hook_checks import check_module
 from trainkit.module.hook_table import HookTable
 from trainkit.module.hparams import StorableHyperParameters
-from trainkit.module.overridable_hooks import DataHooks, is_overridden
+from trainkit.module.overridable_hooks import DataHooks
+from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.registry import load_callback
-from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
+from trainkit.rng import Purpose
+from trainkit.rng import RandomState
+from trainkit.rng import Stage
+from trainkit.rng import mix
+from trainkit.rng import seed_generators
 from trainkit.tagged_json.codec import plain_container
 from trainkit.trainer.eval_loop import explain_inference_tensors
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.run import Run
 from trainkit.trainer.run_folder import opens_files
-from trainkit.trainer.safe_points import Signals, requeue
+from trainkit.trainer.safe_points import Signals
+from trainkit.trainer.safe_points import requeue
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import begin_compiling, refuse_incomplete, uncompiled
+from trainkit.trainer.setup import begin_compiling
+from trainkit.trainer.setup import refuse_incomplete
+from trainkit.trainer.setup import unwrap_compiled
 from trainkit.trainer.states import TrainerFn
+from types import TracebackType
+from typing import Any
+from typing import TYPE_CHECKING
+import math
+import os
+import sys
+import torch
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
@@ -123,7 +139,7 @@ def attach_callbacks(
         HookError: an object that is not a callback, or has a hook that cannot be called.
         ConfigurationError: the same callback twice, or one that contradicts an argument.
     """
-    callbacks: list[Callback] = [] if given is None else _listed(given)
+    callbacks: list[Callback] = [] if given is None else _as_list(given)
     for callback in callbacks:
         check_callback(callback)
     if len({id(callback) for callback in callbacks}) < len(callbacks):
@@ -231,13 +247,13 @@ def _contains(callbacks: list[Callback], callback: Callback) -> bool:
 def _configured_callbacks(module: TrainModule) -> list[Callback]:
     """What `configure_callbacks` returns, checked."""
     configured = module.configure_callbacks() if is_overridden(module, "configure_callbacks", TrainModule) else None
-    callbacks = [] if configured is None else _listed(configured)
+    callbacks = [] if configured is None else _as_list(configured)
     for callback in callbacks:
         check_callback(callback)
     return callbacks
 
 
-def _listed(given: Any) -> list[Any]:
+def _as_list(given: Any) -> list[Any]:
     """One object or several, as a list. A string or a class counts as one object, and is refused later."""
     return list(given) if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
 
@@ -255,14 +271,14 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
     if trainer.fast_dev_run:
         from trainkit.loggers.base import DummyLogger
 
-        return [DummyLogger() for _ in _listed(given)]
+        return [DummyLogger() for _ in _as_list(given)]
     from trainkit.loggers.base import Logger
     from trainkit.loggers.logger_setup import attach, default_logger, make_logger
 
     if given is None or given is True:
         loggers = [default_logger()]
     else:
-        loggers = [make_logger(one) if isinstance(one, str) else one for one in _listed(given)]
+        loggers = [make_logger(one) if isinstance(one, str) else one for one in _as_list(given)]
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigurationError(
@@ -432,7 +448,7 @@ def running(
         checks.enter_run(stage, watchdog.entered)
     try:
         checks.begin_run(stage)
-        module, compiler = uncompiled(module, trainer._run.compilation)
+        module, compiler = unwrap_compiled(module, trainer._run.compilation)
         _check_inputs(module, datamodule, given)
         refuse_incomplete(module, stage, strategy.has_optimizer)
         outer = module._trainer

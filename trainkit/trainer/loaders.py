@@ -17,7 +17,7 @@ from trainkit.trainer.notices import notice_few_workers, notice_iterator, notice
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
-__all__ = ["evaluation_loaders", "limited", "train_loader"]
+__all__ = ["evaluation_loaders", "limit_batches", "train_loader"]
 
 _STAGES = {
     "validation": (Stage.VALIDATE, "val", "val_dataloader"),
@@ -99,7 +99,7 @@ def _sources(run: Run, name: str, given: Any) -> list[Any]:
     module, fitting = run.module, run.progress.stage == "fit"
     run.evaluation_sources.pop(name, None)  # those of an earlier run
     sources = evaluation_sources(find_source(_STAGES[name][2], given, run.datamodule, module))
-    if sources and fitting and _overfits(run, name) and _can_be_shared(run.train_source):
+    if sources and fitting and _overfits(run, name) and _is_shareable(run.train_source):
         sources = [run.train_source]  # the batches that are trained on
     has_step = name == "predict" or is_overridden(module, f"{name}_step", TrainModule)
     if fitting and has_step != bool(sources):
@@ -126,7 +126,7 @@ def _overfits(run: Run, name: str) -> bool:
     return bool(run.arguments.overfit_batches) and name == "validation"
 
 
-def _can_be_shared(source: Any) -> bool:
+def _is_shareable(source: Any) -> bool:
     """Whether a validation can read the training loader without changing the position of training in it."""
     parts = [source, getattr(source, "dataset", None)]
     return not any(isinstance(part, Iterator) or hasattr(part, "state_dict") for part in parts)
@@ -177,15 +177,15 @@ def _limit(loader: PreparedLoader, limit: int | float, argument: str) -> int | N
     A fraction counts the micro-batches of all processes, so that it is the same data on any number of processes.
     """
     if isinstance(limit, float) and 0.0 < limit < 1.0:
-        loader.micro_limit = limited(loader.micro_batches, limit, argument)
+        loader.micro_limit = limit_batches(loader.micro_batches, limit, argument)
         return None
-    count = limited(loader.length, limit, argument)
+    count = limit_batches(loader.length, limit, argument)
     if loader.exact or (isinstance(limit, float) and limit < 1.0):
         return count
     return limit if isinstance(limit, int) else None
 
 
-def limited(length: int | None, limit: int | float, argument: str) -> int | None:
+def limit_batches(length: int | None, limit: int | float, argument: str) -> int | None:
     """The number of batches to use of a loader of `length`; `None` if neither the length nor the limit determines it.
 
     Raises:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["contents_of_module", "make_plan"]
 
-_STEPS = 1000  # number of optimizer steps for schedules, if max_steps is not given
+_ASSUMED_STEPS = 1000  # number of optimizer steps for schedules, if max_steps is not given
 
 
 def make_plan(
@@ -43,7 +43,7 @@ def make_plan(
     host_memory: int | str | None,
 ) -> MemoryPlan:
     """See `trainkit.Trainer.plan`."""
-    placeholder, optimizers = _planned(trainer, module)
+    placeholder, optimizers = _prepare_placeholder(trainer, module)
     contents, untraced = _contents(trainer, placeholder, optimizers), ""
     chosen = checkpointing_choice(trainer._arguments.activation_checkpointing)
     if chosen is not None and trainer.stage is None:  # a run has applied it to its module
@@ -97,9 +97,9 @@ def _first_batch(loader: Any) -> Any:
 def contents_of_module(trainer: Trainer, module: TrainModule) -> Contents:
     """What a trainer's run of a module keeps in memory; the module is not changed, and nothing of its size is allocated.
 
-    For the errors see `_planned`.
+    For the errors see `_prepare_placeholder`.
     """
-    return _contents(trainer, *_planned(trainer, module))
+    return _contents(trainer, *_prepare_placeholder(trainer, module))
 
 
 def _contents(trainer: Trainer, placeholder: nn.Module, optimizers: list[Optimizer]) -> Contents:
@@ -108,7 +108,7 @@ def _contents(trainer: Trainer, placeholder: nn.Module, optimizers: list[Optimiz
     return contents_of([placeholder], optimizers, max(windows))
 
 
-def _planned(trainer: Trainer, module: TrainModule) -> tuple[Any, list[Optimizer]]:
+def _prepare_placeholder(trainer: Trainer, module: TrainModule) -> tuple[Any, list[Optimizer]]:
     """A copy of the module without values, in the precision of the run, and its optimizers.
 
     Raises:
@@ -166,4 +166,4 @@ class _Planning:
     def estimated_stepping_batches(self) -> int:
         """Any number will do: schedules use no memory."""
         steps = self._planned._arguments.max_steps
-        return steps if steps > 0 else _STEPS
+        return steps if steps > 0 else _ASSUMED_STEPS

@@ -31,7 +31,7 @@ __all__ = [
     "BatchIterator",
     "ModuleStep",
     "check_loss",
-    "detached",
+    "detach_loss",
     "loss_in",
     "pad_alone",
     "pad_evaluation",
@@ -74,7 +74,7 @@ def check_loss(loss: Tensor) -> None:
         )
 
 
-def detached(outputs: Any) -> Any:
+def detach_loss(outputs: Any) -> Any:
     """What `on_train_batch_end` gets: the outputs as a dict, the loss without its graph."""
     if isinstance(outputs, Tensor):
         return {"loss": outputs.detach()}

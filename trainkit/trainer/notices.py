@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-_LIKELY = 0.85  # similarity (difflib's ratio) of a misspelled name to the right one; val_los and val_loss: 0.93
+_MISSPELLED_RATIO = 0.85  # similarity (difflib's ratio) of a misspelled name to the right one; val_los and val_loss: 0.93
 _DATALOADER = "/dataloader_idx_"
 # words in the names of metrics
 _LARGER_IS_BETTER = frozenset(("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision", "recall"))
@@ -56,7 +56,7 @@ def check_monitors(run: Run, logged: Collection[str] | None) -> None:
                 f"{owner} monitors {monitor!r}, but this fit has no validation: {reason}. Ignore this if training logs "
                 f"{monitor!r} itself."
             )
-        near = _near(monitor, logged or (), 0.6 if of_validation(monitor) else _LIKELY)
+        near = _near(monitor, logged or (), 0.6 if of_validation(monitor) else _MISSPELLED_RATIO)
         if near is not None:
             warn(
                 f"{owner} monitors {monitor!r}, which validation did not log in the sanity check. Did you mean {near!r}? "
@@ -119,7 +119,7 @@ def _near(name: str, logged: Collection[str], cutoff: float) -> str | None:
 
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_SHOWN = 5  # names in a message
+_NAMES_SHOWN = 5  # names in a message
 
 
 def warn_eval_mode(module: nn.Module) -> None:
@@ -140,8 +140,8 @@ def warn_eval_mode(module: nn.Module) -> None:
     if found == [""]:
         which, fix = type(module).__name__, "module"
     else:
-        more = ", …" if len(found) > _SHOWN else ""
-        which, fix = ", ".join(found[:_SHOWN]) + more, f"module.{found[0]}"
+        more = ", …" if len(found) > _NAMES_SHOWN else ""
+        which, fix = ", ".join(found[:_NAMES_SHOWN]) + more, f"module.{found[0]}"
     warn(
         f"in eval mode at the start of training: {which}. Dropout is off there and BatchNorm keeps its statistics, but the "
         f"parameters are trained. Call {fix}.train(); or freeze what is not trained: {fix}.requires_grad_(False)"

@@ -126,7 +126,7 @@ def find_checkpoint(
     def find() -> list[Any] | None:
         if not world.is_main:
             return None
-        path = _named(run, ckpt_path, places)
+        path = _path_of(run, ckpt_path, places)
         folder = Path(os.path.abspath(path)).parent
         return [os.fspath(path), str(folder) if folder in places.runs else None]
 
@@ -147,7 +147,7 @@ def _is_busy(folder: Path, enter: Enter) -> bool:
     return False
 
 
-def _named(run: Run, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
+def _path_of(run: Run, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
     """The path of the checkpoint for "best" or a path."""
     if ckpt_path == "best":
         return _best(run, places)
@@ -179,7 +179,7 @@ def _resumable(manifest: Manifest | None) -> bool:
     return manifest is not None and bool(manifest.contents.get("resumable", False))
 
 
-def _listed(world: World, places: Places) -> tuple[list[_Listed], str]:
+def _list_checkpoints(world: World, places: Places) -> tuple[list[_Listed], str]:
     """The checkpoints in the order in which to try them, and the folders for messages, as the main process sees them."""
     runs = set(places.runs) - set(places.given)
 
@@ -221,7 +221,7 @@ def newest_of(
         CorruptCheckpointError: there are some, and all are damaged.
     """
     bad: list[str] = []
-    listed, where = _listed(strategy.world, places)
+    listed, where = _list_checkpoints(strategy.world, places)
     for one in listed:
         usable = one.problem is not None or (one.resumable and (one.finite or not finite))
         own = one.run_id == run_id and one.counter > since and usable
@@ -317,7 +317,7 @@ class _Skipped:
 
 
 def _newest(run: Run, word: str, places: Places, whole: bool, enter: Enter | None) -> FoundCheckpoint | None:
-    listed, where = _listed(run.strategy.world, places)
+    listed, where = _list_checkpoints(run.strategy.world, places)
     module = type(run.module).__name__
     skipped = _Skipped(module, where)
     for one in listed:
@@ -374,7 +374,7 @@ def _best(run: Run, places: Places) -> Path:
             "ckpt_path='best' needs a ModelCheckpoint callback: Trainer(callbacks=[ModelCheckpoint(monitor='val_loss')])"
         )
     if run.progress.stage != "fit" and run.fitted is not None:
-        raise CheckpointNotFoundError(_none_ranked(ranking, "the fit of this Trainer"))
+        raise CheckpointNotFoundError(_why_none_is_best(ranking, "the fit of this Trainer"))
     return _best_of_named(ranking, _candidates_of(run, places), places)
 
 
@@ -392,7 +392,7 @@ def _best_of_named(ranking: Sequence[Any], found: list[ListedCheckpoint], places
             f"one is meant. The best of the newest run is {path}. Fix: pass this path as ckpt_path, or name the folder: "
             f"ModelCheckpoint(dirpath={os.path.dirname(path)!r})"
         )
-    raise CheckpointNotFoundError(_none_ranked(ranking, str(places)))
+    raise CheckpointNotFoundError(_why_none_is_best(ranking, str(places)))
 
 
 def _candidates_of(run: Run, places: Places) -> list[ListedCheckpoint]:
@@ -405,7 +405,7 @@ def _candidates_of(run: Run, places: Places) -> list[ListedCheckpoint]:
     ]
 
 
-def _none_ranked(ranking: Sequence[Any], where: str) -> str:
+def _why_none_is_best(ranking: Sequence[Any], where: str) -> str:
     """The message if `"best"` finds nothing `where`; `ranking`: the callbacks that may have a monitor."""
     wanted = " or ".join(f"monitor={one.monitor!r}, mode={one.mode!r}" for one in ranking if one.monitor is not None)
     if not wanted:
@@ -512,7 +512,7 @@ def _find(
     if run.arguments.fast_dev_run and wanted - {"model"}:
         wanted -= {"loop", "callbacks", "loggers"}  # it starts at step 0 and writes nothing
     elif before is not None:
-        found = _restarted(run.strategy, before, places, enter, finite=ckpt_path is not None)
+        found = _newest_of_job(run.strategy, before, places, enter, finite=ckpt_path is not None)
     if found is not None:
         wanted |= set(PARTS)
     elif ckpt_path is not None:
@@ -569,7 +569,9 @@ def _find_folder(run: Run, saves: SavePolicy, found: FoundCheckpoint, places: Pl
             enter(folder)
 
 
-def _restarted(strategy: Strategy, before: str, places: Places, enter: Enter | None, finite: bool) -> FoundCheckpoint | None:
+def _newest_of_job(
+    strategy: Strategy, before: str, places: Places, enter: Enter | None, finite: bool
+) -> FoundCheckpoint | None:
     """The checkpoint to resume from after a restart of the processes: the newest that the run has saved since the job began.
 
     `finite`: only one whose parameters are finite, because the run began with a checkpoint, too.

@@ -38,8 +38,8 @@ __all__ = ["SafePoints", "Signals", "requeue"]
 
 
 _HANGUP = getattr(signal, "SIGHUP", None)
-_GRACE = 0.05  # seconds in which the signal that ended a worker reaches this process too
-_REPEATED = 1.0  # seconds within which a launcher may forward a signal that this process has received already
+_GRACE_SECONDS = 0.05  # seconds in which the signal that ended a worker reaches this process too
+_FORWARD_SECONDS = 1.0  # seconds within which a launcher may forward a signal that this process has received already
 
 
 class Signals:
@@ -111,7 +111,7 @@ class Signals:
     def received_soon(self) -> bool:
         """Whether a signal has come or comes within a moment: workers may receive one before this process does."""
         if self.received is None:
-            threading.Event().wait(_GRACE)
+            threading.Event().wait(_GRACE_SECONDS)
         return self.received is not None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -144,7 +144,11 @@ class Signals:
         """Whether a repeated signal is the first one, forwarded by a launcher that has received it too."""
         assert self._first is not None
         first, when = self._first
-        return number == first != signal.SIGINT and time.monotonic() < when + _REPEATED and "TORCHELASTIC_RUN_ID" in os.environ
+        return (
+            number == first != signal.SIGINT
+            and time.monotonic() < when + _FORWARD_SECONDS
+            and "TORCHELASTIC_RUN_ID" in os.environ
+        )
 
     def _end_now(self, number: int) -> None:
         if number == signal.SIGINT:

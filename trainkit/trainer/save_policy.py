@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavePolicy"]
 
-_FAILURES = 3  # in a row, which end the run
+_MAX_FAILURES = 3  # in a row, which end the run
 
 
 class SavePolicy:
@@ -324,11 +324,11 @@ class SavePolicy:
             raise error
         self._failures += 1
         last = f"the last good checkpoint is {self.newest}" if self.newest else "there is no checkpoint of this run yet"
-        if self._failures >= _FAILURES:
+        if self._failures >= _MAX_FAILURES:
             raise CheckpointWriteError(
                 f"{self._failures} saves in a row have failed; {last}. The last error: {error}"
             ) from error
-        left = _FAILURES - self._failures
+        left = _MAX_FAILURES - self._failures
         warn(
             f"a checkpoint could not be saved: {str(error).rstrip('.')}. Training continues, and {last}. After {left} more "
             f"failure{'s' if left > 1 else ''} in a row the run ends."

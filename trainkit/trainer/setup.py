@@ -47,15 +47,15 @@ __all__ = [
     "Training",
     "begin_compiling",
     "count_batches",
-    "described_compilation",
+    "describe_compilation",
     "prepare_evaluation",
     "prepare_training",
+    "read_compilation",
     "refresh_train_loader",
     "refresh_validation",
     "refuse_incomplete",
-    "requested_compilation",
     "step_function",
-    "uncompiled",
+    "unwrap_compiled",
     "validate_every",
 ]
 
@@ -187,7 +187,7 @@ class Evaluation:
         return found
 
 
-def requested_compilation(given: Any, strategy: Strategy) -> Compilation | None:
+def read_compilation(given: Any, strategy: Strategy) -> Compilation | None:
     """How the argument `compile` of a `Trainer`, or else the settings, compile its modules; `None`: they do not.
 
     Raises:
@@ -202,7 +202,7 @@ def requested_compilation(given: Any, strategy: Strategy) -> Compilation | None:
     return found
 
 
-def uncompiled(module: Any, compilation: Compilation | None) -> tuple[Any, Callable[..., Any] | None]:
+def unwrap_compiled(module: Any, compilation: Compilation | None) -> tuple[Any, Callable[..., Any] | None]:
     """The module inside `torch.compile(module)`, and what compiles its steps in the same way.
 
     Raises:
@@ -245,7 +245,7 @@ def step_function(run: Run, name: str) -> Callable[..., Any]:
     return compiled_step
 
 
-def described_compilation(compilation: Compilation, module: TrainModule | None, strategy: Strategy) -> str:
+def describe_compilation(compilation: Compilation, module: TrainModule | None, strategy: Strategy) -> str:
     """What is compiled of a module, or the user's request if there is no module yet; and the options."""
     if module is None:
         return f"{compilation.source}, {compilation}"

@@ -27,7 +27,7 @@ from trainkit.metrics.store import Scope
 from trainkit.module.monitors import not_logged, validation_hint
 from trainkit.state.callback_state import logger_states
 from trainkit.trainer.eval_loop import evaluate
-from trainkit.trainer.module_steps import check_loss, detached, loss_in, without_data
+from trainkit.trainer.module_steps import check_loss, detach_loss, loss_in, without_data
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
 from trainkit.trainer.setup import refresh_validation, validate_every
 
@@ -47,7 +47,7 @@ __all__ = [
     "training_continues",
 ]
 
-_LONG = 1000  # batches without an optimizer step after which to warn: no accumulation window is that long
+_MANY_BATCHES = 1000  # batches without an optimizer step after which to warn: no accumulation window is that long
 _SKIP_EPOCH = object()  # on_train_batch_start returned -1
 
 
@@ -222,7 +222,7 @@ def close_window(run: Run, training: Training, window: OpenWindow) -> bool:
 
 def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
     """Run the hooks at the end of a micro-batch."""
-    given = detached(outputs)
+    given = detach_loss(outputs)
     for hook in run.hooks.on_train_batch_end:
         hook(given, micro.batch, micro.index)
 
@@ -265,7 +265,7 @@ def safe_point(run: Run, training: Training, batch_idx: int, updated: bool) -> b
     run.accelerator.skip_requested = False  # requested in a window that had no loss
     if updated and progress.should_log:
         check_loss_is_finite(run, waited=run.metrics.flush_step())
-    elif not updated and batch_idx >= _LONG and progress.global_step == progress.first_step:
+    elif not updated and batch_idx >= _MANY_BATCHES and progress.global_step == progress.first_step:
         warn_without_step(run)  # the epoch may be endless
     training.safe_points.agree()
     validated = run.validation is not None and run.due.validates(batch_idx, updated, training.validate_every)

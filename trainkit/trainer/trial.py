@@ -89,7 +89,7 @@ def run_trial(
 
 def _fit(trial: Trainer, run: Run, dataloaders: Any) -> None:
     loader = train_loader(run, dataloaders)
-    with _unchanged([run.train_source]):
+    with _restoring([run.train_source]):
         build_hooks(trial, run)
         assert run.save_policy is not None  # each fit has one
         run.save_policy.expect_nonfinite()
@@ -112,7 +112,7 @@ def _evaluate(trial: Trainer, run: Run, dataloaders: Any) -> None:
     if evaluation is None:
         refuse_evaluation(run, stage, name)
         return
-    with _unchanged(run.evaluation_sources[name]):
+    with _restoring(run.evaluation_sources[name]):
         build_hooks(trial, run)
         run.progress.validating = stage == "validate"
         evaluate(run, evaluation)
@@ -176,7 +176,7 @@ def _nothing(*_: Any) -> None:
 
 
 @contextmanager
-def _unchanged(sources: Iterable[Any]) -> Iterator[None]:
+def _restoring(sources: Iterable[Any]) -> Iterator[None]:
     """Restore the states and the generators of loaders, and of their datasets and samplers, afterwards.
 
     Raises:

@@ -103,8 +103,8 @@ class Tuner:
                 "lr_find(module, train_dataloaders=train_loader)"
             )
         self._refuse("LearningRateFinder")
-        train_dataloaders, datamodule = _separated(train_dataloaders, datamodule)
-        return find_learning_rate(self._trainer, _uncompiled(model), options, train_dataloaders, datamodule)[0]
+        train_dataloaders, datamodule = _separate_datamodule(train_dataloaders, datamodule)
+        return find_learning_rate(self._trainer, _unwrap_compiled(model), options, train_dataloaders, datamodule)[0]
 
     def scale_batch_size(
         self,
@@ -160,14 +160,14 @@ class Tuner:
             mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, owner="scale_batch_size"
         )
         choice(method, "scale_batch_size(method=)", _METHODS)
-        train_dataloaders, datamodule = _separated(train_dataloaders, datamodule)
+        train_dataloaders, datamodule = _separate_datamodule(train_dataloaders, datamodule)
         if any(given is not None for given in (train_dataloaders, val_dataloaders, dataloaders)):
             raise ConfigurationError(
                 "scale_batch_size received loaders, whose batch size is fixed. Expected loaders that the module or a data "
                 f"module creates with self.{batch_arg_name}. Fix: scale_batch_size(module, datamodule=data)"
             )
         self._refuse("BatchSizeFinder")
-        return find_batch_size(self._trainer, _uncompiled(model), method, options, datamodule)
+        return find_batch_size(self._trainer, _unwrap_compiled(model), method, options, datamodule)
 
     def _refuse(self, name: str) -> None:
         """Refuse a trainer whose callback does the same."""
@@ -178,13 +178,13 @@ class Tuner:
             )
 
 
-def _separated(train_dataloaders: Any, datamodule: DataModule | None) -> tuple[Any, DataModule | None]:
+def _separate_datamodule(train_dataloaders: Any, datamodule: DataModule | None) -> tuple[Any, DataModule | None]:
     """Loaders and data module; the latter may be passed instead of loaders."""
     if isinstance(train_dataloaders, DataModule) and datamodule is None:
         return None, train_dataloaders
     return train_dataloaders, datamodule
 
 
-def _uncompiled(module: Any) -> Any:
+def _unwrap_compiled(module: Any) -> Any:
     """The module inside `torch.compile(module)`; trials run it without compiling."""
     return getattr(module, "_orig_mod", module)
