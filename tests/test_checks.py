@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 
-from trainkit.checks import choice, function, is_number, is_whole, real_number, whole_number
+from trainkit.checks import (
+    accepts,
+    argument,
+    argument_texts,
+    arguments_of,
+    check_arguments,
+    choice,
+    describe_arguments,
+    function,
+    is_number,
+    is_whole,
+    optional,
+    real_number,
+    switch,
+    whole,
+    whole_number,
+)
 from trainkit.errors import ConfigurationError, OptimizerError
+from trainkit.trainer.arguments import TrainerArguments
 
 
 def refused(check: Any, *given: Any, **options: Any) -> str:
@@ -80,3 +99,72 @@ def test_functions() -> None:
     assert function(None, "f", "len") is None
     assert function(len, "f", "len") is len
     assert refused(function, 3, "E(f=)", "len") == "E(f=) must be a function or None, not 3. For example: E(f=len)"
+
+
+# ---------------------------------------------------------------------------------------------------- arguments as fields
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What a `Machine` can be given.
+
+    Args: Speed
+        steps: Number of steps,
+            or -1.
+        fast: No pauses.
+
+    Args: Size
+        size: In meters.
+    """
+
+    steps: int = argument(-1, whole(-1))
+    fast: bool | None = argument(None, optional(switch))
+    size: float = argument(1.0, kept=False)
+    other: int = 3
+
+
+class Machine:
+    """Runs.
+
+    Raises:
+        ConfigurationError: An argument is wrong.
+    """
+
+    @accepts(Options)
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+
+
+def test_fields_carry_their_arguments() -> None:
+    stated = arguments_of(Options)
+    assert (list(stated), stated["size"].check, stated["size"].kept) == (["steps", "fast", "size"], None, False)
+    assert argument_texts(Options) == {"steps": "Number of steps, or -1.", "fast": "No pauses.", "size": "In meters."}
+    assert check_arguments(Options, {"steps": 2, "fast": None, "size": "?"}) == {"steps": 2, "fast": None, "size": "?"}
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        ({"steps": -2}, r"steps must be an integer ≥ -1 \(-1: no limit\), not -2"),
+        ({"fast": 2}, "fast must be True or False, not 2"),
+        ({"fast": "True"}, "fast must be True or False, not 'True'"),
+    ],
+)
+def test_values_are_checked_by_their_fields(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        check_arguments(Options, values)
+
+
+def test_a_class_that_accepts_them_shows_them() -> None:
+    parameters = inspect.signature(Machine).parameters
+    assert list(parameters) == ["steps", "fast", "size", "other", "unknown"]
+    assert (parameters["steps"].default, parameters["steps"].annotation) == (-1, "int")
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}
+    assert Machine(steps=3).arguments == {"steps": 3}
+    text = describe_arguments(Machine.__doc__, Options)
+    sections = ["Runs.", "Args: Speed", "Args: Size", "Raises:"]
+    assert [line for line in text.splitlines() if line and line[0] != " "] == sections
+
+
+def test_each_argument_of_the_trainer_has_a_text() -> None:
+    assert list(argument_texts(TrainerArguments)) == list(arguments_of(TrainerArguments))
