@@ -94,7 +94,7 @@ class BatchSizeFinder(Callback):
         name, self._searched = self._options.batch_arg_name, False
         if stage == "fit" and is_overridden(self, "on_fit_start", Callback):
             return
-        if trainer._run.given_loaders[0 if stage == "fit" else 1] is not None:
+        if trainer._run.user_loaders[0 if stage == "fit" else 1] is not None:
             raise ConfigurationError(
                 f"BatchSizeFinder: {stage} received loaders, whose batch size is fixed. Expected loaders that the module or a "
                 f"data module creates with self.{name}. Fix: trainer.{stage}(module, datamodule=data)"

@@ -104,7 +104,7 @@ class LearningRateFinder(Callback):
         if trainer.optimizers and self._epoch == trainer.current_epoch:
             return
         self._epoch = trainer.current_epoch if trainer.optimizers else -1
-        loader, datamodule = trainer._run.given_loaders[0], trainer.datamodule
+        loader, datamodule = trainer._run.user_loaders[0], trainer.datamodule
         self.optimal_lr, self._expected = find_learning_rate(trainer, pl_module, self._options, loader, datamodule)
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

@@ -169,7 +169,7 @@ def check_sanity(run: Run) -> None:
         check_monitors(run, None)
     if run.validation is None or run.arguments.num_sanity_val_steps == 0:
         return
-    evaluation = prepare_evaluation(run, "validation", run.given_loaders[1], sanity=True)
+    evaluation = prepare_evaluation(run, "validation", run.user_loaders[1], sanity=True)
     if evaluation is None:
         return
     run.progress.sanity_checking = run.progress.validating = True

@@ -493,8 +493,8 @@ def agree_on_signals(run: Run) -> None:
 
 def _saved_loggers(run: Run) -> Any:
     """The states of the loggers in the checkpoint. A function, so that no frame of the run keeps the checkpoint in memory."""
-    found = run.found
-    return found.loaded.state["loggers"] if found is not None and "loggers" in found.wanted else ()
+    found = run.checkpoint
+    return found.loaded.state["loggers"] if found is not None and "loggers" in found.parts else ()
 
 
 def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) -> None:
@@ -540,7 +540,7 @@ def _new_run(
         validation=None,
         evaluation=None,
         evaluations={},
-        found=None,
+        checkpoint=None,
         ckpt_path=None,
     )
     run.accelerator.seed = run.seed
@@ -668,7 +668,7 @@ def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: B
         run.start_record.end(trainer, exception or next(iter(errors), None))
     for callback in run.callbacks:
         callback._module = None
-    run.found = None
+    run.checkpoint = None
     interrupts = [error for error in errors if not isinstance(error, Exception)]
     if errors and (status == "success" or interrupts):
         raise (interrupts or errors)[0]

@@ -216,7 +216,7 @@ class ModuleStep:
 
     def __init__(self, run: Run, optimizer: Optimizer, training_step: Callable[..., Any], pad: Callable[..., None]) -> None:
         self._run, self._own, self._training_step, self._pad = run, optimizer, training_step, pad
-        self._given = _GivenOptimizer(optimizer, run.accelerator, self._step)
+        self._closure_optimizer = _ClosureOptimizer(optimizer, run.accelerator, self._step)
         self._repeats = _needs_closure(optimizer)
         self._why_once = _why_once(run)
         if self._repeats and self._why_once:
@@ -262,7 +262,7 @@ class ModuleStep:
         """
         progress, module = self._run.progress, self._run.module
         self._training, self._calls, self._steps = training, 0, 0
-        module.optimizer_step(progress.current_epoch, progress.batch_idx, self._given, self._closure)
+        module.optimizer_step(progress.current_epoch, progress.batch_idx, self._closure_optimizer, self._closure)
         if not self._calls and not self._steps:
             raise OptimizerError(
                 f"{type(module).__name__}.optimizer_step called neither the optimizer nor the closure, so the gradients of the "
@@ -376,7 +376,7 @@ class _KnownFirst:
         return loss
 
 
-class _GivenOptimizer(PreparedOptimizer):
+class _ClosureOptimizer(PreparedOptimizer):
     """The optimizer that the module's `optimizer_step` receives."""
 
     def __init__(self, optimizer: Optimizer, accelerator: Any, step: Callable[[Closure | None], bool]) -> None:

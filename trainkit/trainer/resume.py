@@ -74,13 +74,13 @@ class FoundCheckpoint:
 
     Attributes:
         restart: it was chosen because the processes were restarted, regardless of `ckpt_path`.
-        wanted: the parts of it that are restored.
+        parts: those of it that are restored.
     """
 
     def __init__(self, path: Path, loaded: LoadedCheckpoint) -> None:
         self.path, self.loaded = path, loaded
         self.restart = False
-        self.wanted: set[str] = set()
+        self.parts: set[str] = set()
 
     def __str__(self) -> str:
         manifest = self.loaded.manifest
@@ -486,14 +486,14 @@ def begin_resume(
         strict: see `restore_fit`.
     """
     world, key = run.strategy.world, f"run/{next(_FITS)}"
-    run.found = None
+    run.checkpoint = None
     _agree(run, ckpt_path, wanted, strict)
     before = world.load_text(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
         _find(run, saves, ckpt_path, before, wanted, chosen)
-    if run.found is None:
+    if run.checkpoint is None:
         world.keep_text(key, saves.run_id)
-    elif not run.found.restart:  # this job has not saved the earlier checkpoints of a resumed run
+    elif not run.checkpoint.restart:  # this job has not saved the earlier checkpoints of a resumed run
         world.keep_text(key, f"{saves.run_id} {saves.last_counter()}")
 
 
@@ -522,7 +522,7 @@ def _find(
         if found is None:
             saves.places.remove_abandoned(places.runs)
     if found is not None:
-        run.found, found.wanted, run.ckpt_path = found, wanted, str(found.path)
+        run.checkpoint, found.parts, run.ckpt_path = found, wanted, str(found.path)
         _take_over(run, saves, found, wanted, chosen and not found.restart)
         if enter is not None:
             _find_folder(run, saves, found, places, enter)
@@ -687,7 +687,7 @@ def restore_fit(run: Run, training: Training, wanted: set[str], overrides: Mappi
     Raises:
         StateMismatchError: the checkpoint does not fit; nothing has been trained.
     """
-    found, run.found = run.found, None  # its memory is released at the end of this function
+    found, run.checkpoint = run.checkpoint, None  # its memory is released at the end of this function
     if found is None:
         return False
     loaded = found.loaded

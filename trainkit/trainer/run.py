@@ -99,7 +99,7 @@ class Run:
         compilation: how modules are compiled, as the user or the settings ask for; `None`: they are not.
         compiler: compiles the steps, if `compilation` asks for that or the user passed a module from `torch.compile`.
         compiled: the blocks that are compiled in this run.
-        given_loaders: what `fit` was passed for training and validation; an evaluation has only the second one.
+        user_loaders: what `fit` was passed for training and validation; an evaluation has only the second one.
         train_source: the training loader as the user passed or defined it.
         evaluation_sources: the loaders of each evaluation, by name, as the user passed or defined them.
         loaded_in: epoch in which the training loader was last requested.
@@ -113,7 +113,7 @@ class Run:
         evaluations: all evaluations of this run, by name.
         save_policy: saves the checkpoints of the fit.
         start_record: records in the run's folder how the fit starts and ends.
-        found: the checkpoint to resume from, until it is restored.
+        checkpoint: the one to resume from, until it is restored.
         recomputed: the modules of the fit whose activations are recomputed; `None`: of none.
         wrapped_module: the module as the strategy has wrapped it.
         due: when the run logs, validates and ends.
@@ -142,7 +142,7 @@ class Run:
     compilation: Compilation | None = None
     compiler: Callable[..., Any] | None = None
     compiled: CompiledModules = field(default_factory=CompiledModules)
-    given_loaders: tuple[Any, Any] = (None, None)
+    user_loaders: tuple[Any, Any] = (None, None)
     train_source: Any = None
     evaluation_sources: dict[str, list[Any]] = field(default_factory=dict)
     loaded_in: int = 0
@@ -155,7 +155,7 @@ class Run:
     evaluations: dict[str, Evaluation | None] = field(default_factory=dict)
     save_policy: SavePolicy | None = None
     start_record: StartRecord | None = None
-    found: FoundCheckpoint | None = None
+    checkpoint: FoundCheckpoint | None = None
     ckpt_path: str | Path | None = None
     recomputed: CheckpointedModules | None = None
     wrapped_module: nn.Module = field(init=False)

@@ -451,7 +451,7 @@ def refresh_train_loader(run: Run, training: Training) -> Training:
         run.begin_accumulation()
         return training
     run.accelerator.release_loader(training.loader)
-    loader = train_loader(run, run.given_loaders[0])
+    loader = train_loader(run, run.user_loaders[0])
     return replace(training, loader=loader, validate_every=validate_every(run, loader))
 
 
@@ -463,7 +463,7 @@ def refresh_validation(run: Run) -> None:
     run.val_loaded_in = epoch
     for loader in evaluation.loaders:
         run.accelerator.release_loader(loader)
-    run.validation = prepare_evaluation(run, "validation", run.given_loaders[1])
+    run.validation = prepare_evaluation(run, "validation", run.user_loaders[1])
     if run.validation is not None:
         run.validation.count = evaluation.count
 

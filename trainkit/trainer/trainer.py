@@ -220,7 +220,7 @@ class Trainer:
         with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
             saves = run.save_policy
             assert saves is not None  # each fit has them
-            run.given_loaders = loaders
+            run.user_loaders = loaders
             begin_resume(run, saves, ckpt_path, wanted, chosen=restore is not None, strict=strict)
             set_up(self, run)
             loader = train_loader(run, train_dataloaders)
@@ -1004,7 +1004,7 @@ def _evaluate(
     if isinstance(dataloaders, DataModule) and datamodule is None:
         dataloaders, datamodule = None, dataloaders
     with running(trainer, stage, module, datamodule, dataloaders) as run:
-        run.given_loaders = (None, dataloaders)
+        run.user_loaders = (None, dataloaders)
         set_up(trainer, run)
         evaluation = prepare_evaluation(run, name, dataloaders, keeps=keeps)
         if evaluation is None:

@@ -85,13 +85,13 @@ def existing_attribute(names: tuple[str, ...], module: TrainModule, datamodule: 
 
 def starts_from_checkpoint(trainer: Trainer) -> bool:
     """Whether the fit that is being set up starts from a checkpoint."""
-    return trainer._run.found is not None
+    return trainer._run.checkpoint is not None
 
 
 def saved_state(trainer: Trainer, callback: Callback) -> Mapping[str, Any] | None:
     """The state of a callback in the checkpoint that the fit resumes from, before loaders and optimizers are created."""
-    found = trainer._run.found
-    if found is None or "callbacks" not in found.wanted:
+    found = trainer._run.checkpoint
+    if found is None or "callbacks" not in found.parts:
         return None
     state: Mapping[str, Any] | None = found.loaded.state.get("callbacks", {}).get(callback.state_key)
     return state
