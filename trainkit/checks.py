@@ -9,30 +9,17 @@ is in the docstring of that class. From it come the checks (`check_arguments`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
-from dataclasses import fields
-from functools import partial
-from inspect import Parameter
-from inspect import cleandoc
-from inspect import signature
-from numbers import Integral
-from trainkit.errors import ConfigurationError
-from trainkit.errors import UnknownNameError
-from trainkit.errors import nearest
-from typing import Any
-from typing import Concatenate
-from typing import Literal
-from typing import ParamSpec
-from typing import TYPE_CHECKING
-from typing import TypeGuard
-from typing import overload
 import inspect
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from inspect import Parameter, cleandoc, signature
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeGuard, overload
+
+from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
 __all__ = [
     "Argument",

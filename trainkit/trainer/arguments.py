@@ -28,18 +28,17 @@ from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.strategy_choice import read_devices
 from trainkit.module.activation_checkpointing import checkpointing_choice
+from trainkit.names import refuse_unknown
 from trainkit.paths import local_path
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
-from trainkit.unsupported import refuse_unknown
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
     from trainkit.config.settings import Plugin
     from trainkit.loggers import Logger
-    from trainkit.optim.step_arguments import StepArguments
     from trainkit.precision import Precision
-    from trainkit.strategy import Strategy
+    from trainkit.strategy import StepArguments, Strategy
     from trainkit.trainer.profiler import Profiler
     from trainkit.trainer.trainer import Trainer
 

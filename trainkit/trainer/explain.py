@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
-from trainkit._version import __version__
-from trainkit.console import counted
-from trainkit.console import warn
-from trainkit.distributed.parameter_placement import layer_devices
-from trainkit.errors import ConfigurationError
-from trainkit.errors import Preempted
-from trainkit.launch.starting import folder_at_start
-from trainkit.launch.starting import start_command
-from trainkit.loggers.run_files import STARTS
-from trainkit.loggers.run_files import append_record
-from trainkit.loggers.run_files import utc_now
-from trainkit.masking import mask_arguments
-from trainkit.masking import mask_text
-from trainkit.module.activation_checkpointing import checkpointing_choice
-from trainkit.trainer.run_folder import folder_of_fit
-from trainkit.trainer.run_folder import opens_files
-from trainkit.trainer.run_folder import shown_folders
-from trainkit.trainer.setup import describe_compilation
-from typing import Any
-from typing import TYPE_CHECKING
 import math
 import os
 import platform
 import re
 import socket
 import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
 import torch
+
+from trainkit._version import __version__
+from trainkit.console import counted, warn
+from trainkit.distributed.parameter_placement import layer_devices
+from trainkit.errors import ConfigurationError, Preempted
+from trainkit.launch.starting import folder_at_start, start_command
+from trainkit.loggers.run_files import STARTS, append_record, utc_now
+from trainkit.masking import mask_arguments, mask_text
+from trainkit.module.activation_checkpointing import checkpointing_choice
+from trainkit.trainer.run_folder import folder_of_fit, opens_files, shown_folders
+from trainkit.trainer.setup import describe_compilation
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback

@@ -2,72 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
 from trainkit.accelerator import Accelerator
 from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.callback import Callback
 from trainkit.checkpoint.urls import remote_sync
-from trainkit.console import counted
-from trainkit.console import each_once
-from trainkit.console import notice
-from trainkit.console import user_frames
-from trainkit.console import with_article
+from trainkit.console import counted, each_once, notice, user_frames, with_article
 from trainkit.distributed.failure_handling import report_failure
 from trainkit.distributed.requested_devices import other_generators
-from trainkit.errors import CheckpointWriteError
-from trainkit.errors import ConfigurationError
-from trainkit.errors import DataError
-from trainkit.errors import MissingMethodError
-from trainkit.errors import ModuleError
-from trainkit.errors import NonFiniteError
-from trainkit.errors import Preempted
-from trainkit.errors import ProcessFailedError
-from trainkit.metrics.store import MetricResults
-from trainkit.metrics.store import Scope
+from trainkit.errors import (
+    CheckpointWriteError,
+    ConfigurationError,
+    DataError,
+    MissingMethodError,
+    ModuleError,
+    NonFiniteError,
+    Preempted,
+    ProcessFailedError,
+)
+from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule
-from trainkit.module.hook_checks import check_callback
-from trainkit.module.hook_checks import check_datamodule
-from trainkit.module.hook_checks import check_module
+from trainkit.module.hook_checks import check_callback, check_datamodule, check_module
 from trainkit.module.hook_table import HookTable
 from trainkit.module.hparams import StorableHyperParameters
-from trainkit.module.overridable_hooks import DataHooks
-from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.registry import load_callback
-from trainkit.rng import Purpose
-from trainkit.rng import RandomState
-from trainkit.rng import Stage
-from trainkit.rng import mix
-from trainkit.rng import seed_generators
+from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.tagged_json.codec import plain_container
 from trainkit.trainer.eval_loop import explain_inference_tensors
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
 from trainkit.trainer.run import Run
 from trainkit.trainer.run_folder import opens_files
-from trainkit.trainer.safe_points import Signals
-from trainkit.trainer.safe_points import requeue
+from trainkit.trainer.safe_points import Signals, requeue
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import begin_compiling
-from trainkit.trainer.setup import refuse_incomplete
-from trainkit.trainer.setup import unwrap_compiled
+from trainkit.trainer.setup import begin_compiling, refuse_incomplete, unwrap_compiled
 from trainkit.trainer.states import TrainerFn
-from types import TracebackType
-from typing import Any
-from typing import TYPE_CHECKING
-import math
-import os
-import sys
-import torch
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger

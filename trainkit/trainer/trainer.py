@@ -2,100 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from contextlib import contextmanager
-from contextlib import nullcontext
+import math
+import signal
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+
 from trainkit.accelerator import Accelerator
 from trainkit.callback import Callback
-from trainkit.checks import accepts
-from trainkit.checks import describe_arguments
-from trainkit.console import echo
-from trainkit.console import notice
+from trainkit.checks import accepts, describe_arguments
+from trainkit.console import echo, notice
 from trainkit.data.combined import as_passed
-from trainkit.errors import ConfigurationError
-from trainkit.errors import ModuleError
-from trainkit.errors import NotAvailableError
-from trainkit.errors import nearest
-from trainkit.launch.strategy_choice import join_strategy
-from trainkit.launch.strategy_choice import read_devices
+from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
+from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.loggers.run_files import utc_now
-from trainkit.memory.report import MemoryPlan
-from trainkit.memory.report import PROCESSES
+from trainkit.memory.report import PROCESSES, MemoryPlan
 from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
 from trainkit.module.data_module import DataModule
 from trainkit.module.hook_checks import check_callback
 from trainkit.module.hook_table import HookTable
 from trainkit.module.train_module import TrainModule
-from trainkit.names import advice
-from trainkit.names import refuse_unknown
+from trainkit.names import advice, refuse_unknown
 from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load_callback
 from trainkit.rng import resolve_seed
 from trainkit.trainer import train_loop as loop
-from trainkit.trainer.arguments import ArgumentView
-from trainkit.trainer.arguments import TrainerArguments
-from trainkit.trainer.arguments import assign_argument
-from trainkit.trainer.arguments import attribute_errors
-from trainkit.trainer.arguments import read_arguments
-from trainkit.trainer.arguments import with_settings
-from trainkit.trainer.eval_loop import check_sanity
-from trainkit.trainer.eval_loop import evaluate
-from trainkit.trainer.eval_loop import gather_predictions
-from trainkit.trainer.explain import StartRecord
-from trainkit.trainer.explain import end_line
-from trainkit.trainer.explain import explain
-from trainkit.trainer.explain import folders_line
-from trainkit.trainer.explain import results_table
-from trainkit.trainer.lifecycle import agree_on_signals
-from trainkit.trainer.lifecycle import attach_callbacks
-from trainkit.trainer.lifecycle import attach_loggers
-from trainkit.trainer.lifecycle import build_hooks
-from trainkit.trainer.lifecycle import interruptible
-from trainkit.trainer.lifecycle import refuse_evaluation
-from trainkit.trainer.lifecycle import running
-from trainkit.trainer.lifecycle import set_up
-from trainkit.trainer.lifecycle import start_loggers
+from trainkit.trainer.arguments import (
+    ArgumentView,
+    TrainerArguments,
+    assign_argument,
+    attribute_errors,
+    read_arguments,
+    with_settings,
+)
+from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
+from trainkit.trainer.explain import StartRecord, end_line, explain, folders_line, results_table
+from trainkit.trainer.lifecycle import (
+    agree_on_signals,
+    attach_callbacks,
+    attach_loggers,
+    build_hooks,
+    interruptible,
+    refuse_evaluation,
+    running,
+    set_up,
+    start_loggers,
+)
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.memory_plan import make_plan
-from trainkit.trainer.notices import warn_eval_mode
-from trainkit.trainer.notices import warn_of_modes
-from trainkit.trainer.notices import warn_rare_logs
-from trainkit.trainer.profiler import PASS_THROUGH
-from trainkit.trainer.profiler import Profiler
-from trainkit.trainer.profiler import make_profiler
-from trainkit.trainer.resume import begin_resume
-from trainkit.trainer.resume import best_of_fit
-from trainkit.trainer.resume import check_restore
-from trainkit.trainer.resume import load_weights
-from trainkit.trainer.resume import restore_fit
+from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
+from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
+from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
-from trainkit.trainer.setup import count_batches
-from trainkit.trainer.setup import prepare_evaluation
-from trainkit.trainer.setup import prepare_training
-from trainkit.trainer.setup import read_compilation
-from trainkit.trainer.setup import refresh_train_loader
-from trainkit.trainer.states import RunningStage
-from trainkit.trainer.states import TrainerState
-from trainkit.trainer.states import TrainerStatus
+from trainkit.trainer.setup import count_batches, prepare_evaluation, prepare_training, read_compilation, refresh_train_loader
+from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
 from trainkit.trainer.trial import run_trial
-from typing import Any
-from typing import TYPE_CHECKING
-import math
-import signal
-import torch
 
 if TYPE_CHECKING:
     from trainkit.loggers import Logger
