@@ -1,4 +1,4 @@
-"""Checks of arguments: integers, numbers, one of several values, functions, keywords; and arguments as fields with their checks.
+"""Checks of arguments: integers, numbers, one of several values, functions, keywords; and fields that carry their checks.
 
 `name` is the argument as in messages: `max_epochs`, or with its class `EarlyStopping(patience=)`.
 

@@ -24,7 +24,6 @@ from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, share_of, waits_for_first
-from trainkit.accelerator.tracker_verbs import ByTracker, Trackers
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -38,13 +37,8 @@ from trainkit.config.kwargs_handlers import (
 from trainkit.console import counted, echo, notice, warn, with_article
 from trainkit.data.loader import PreparedLoader
 from trainkit.distributed.world import World
-from trainkit.errors import (
-    CollectiveError,
-    ConfigurationError,
-    ProcessFailedError,
-    UnsupportedArgumentError,
-    nearest,
-)
+from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError, nearest
+from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import advice, refuse_unknown
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import MIXED, OVER_MASTERS

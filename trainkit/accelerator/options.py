@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.accelerator.tracker_verbs import check_trackers
 from trainkit.checks import whole_number
 from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
@@ -30,6 +29,7 @@ from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.strategy_choice import choose_strategy
+from trainkit.loggers.trackers import check_trackers
 from trainkit.module.activation_checkpointing import (
     CheckpointingChoice,
     checkpointing_choice,

@@ -1,22 +1,48 @@
-"""Trackers in Accelerate's form: the base class of your own, and loggers as `Accelerator.trackers` returns them."""
+"""Trackers of an `Accelerator`: the base class of your own, loggers in Accelerate's form, and their runner."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import ExitStack
+from contextlib import suppress
+from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.console import notice
+from trainkit.console import warn
+from trainkit.console import with_article
+from trainkit.errors import ConfigurationError
+from trainkit.errors import MetricError
+from trainkit.errors import MissingMethodError
+from trainkit.errors import MissingPackageError
+from trainkit.errors import UnknownNameError
+from trainkit.errors import UnsupportedArgumentError
+from trainkit.errors import nearest
+from trainkit.loggers.attach import attach
+from trainkit.loggers.base import Logger
+from trainkit.loggers.base import is_installed
+from trainkit.loggers.known_loggers import NotLoggedInError
+from trainkit.loggers.known_loggers import check_logger
+from trainkit.loggers.known_loggers import make_logger
+from trainkit.loggers.logged_values import as_step
+from trainkit.loggers.logged_values import number
+from trainkit.loggers.logger_setup import LOGGERS
+from trainkit.loggers.null_experiment import NullExperiment
+from trainkit.names import advice
+from trainkit.strategy import Strategy
+from trainkit.unsupported import ADVICE
+from typing import Any
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
-
 import torch.distributed
 
-from trainkit.console import notice, with_article
-from trainkit.errors import ConfigurationError, MetricError, MissingMethodError, UnsupportedArgumentError
-from trainkit.loggers.base import Logger
-from trainkit.loggers.logged_values import as_step, number
-from trainkit.loggers.logger_setup import LOGGERS
-from trainkit.names import advice
+__all__ = ["ByTracker", "GeneralTracker", "LoggerTracker", "MLflowTracker", "Trackers", "WandBTracker", "check_trackers", "on_main_process", "tracker_of"]
 
-__all__ = ["GeneralTracker", "LoggerTracker", "MLflowTracker", "WandBTracker", "on_main_process", "tracker_of"]
+ByTracker = Mapping[str, Mapping[str, Any]]
+"""Arguments by the name of the tracker that they are for."""
+
+_ALL = ("comet_ml", "mlflow", "tensorboard", "wandb")
+_NOTHING = NullExperiment()
 
 
 def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,3 +278,162 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{key}/")
         elif value is not None:
             yield f"{prefix}{key}" if prefix else key, value
+
+
+class Trackers:
+    """Runs the trackers of `log_with`, the result of `check_trackers`. Only the main process logs.
+
+    On other processes the methods do nothing and need not be called. `project.logging_dir` is the folder of trackers that
+    write files.
+    """
+
+    def __init__(self, log_with: list[Any], project: ProjectConfiguration, strategy: Strategy) -> None:
+        self._log_with, self._project, self._strategy = log_with, project, strategy
+        self._names = [name for item in log_with for name in (_ALL if item == "all" else [_name(item)])]
+        self._started = False
+        self.running: list[Any] = []  # on the main process, once started
+
+    def start(self, project_name: str, config: Any, init_kwargs: ByTracker | None) -> None:
+        """Start a run with each tracker; see `Accelerator.init_trackers`."""
+        if self._started:
+            raise ConfigurationError("init_trackers: trackers are running already. Fix: call accelerator.end_training() first")
+        if not isinstance(project_name, str) or not project_name:
+            raise ConfigurationError(f"project_name: expected a name, got {project_name!r}. Fix: init_trackers('my_project')")
+        trackers = self._make(project_name, self._by_name("init_kwargs", init_kwargs))
+        loggers = [tracker.logger for tracker in trackers if isinstance(tracker, LoggerTracker)]
+        attach(loggers, self._project.logging_dir or "trainkit_runs", self._strategy.rank)
+        self._started, self.running = True, trackers if self._strategy.is_main_process else []
+        try:
+            for tracker in self.running:
+                getattr(tracker, "start", _NOTHING)()
+                if config is not None:
+                    tracker.store_init_configuration(config)
+        except BaseException:
+            with suppress(Exception):
+                self.end()
+            raise
+
+    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: ByTracker | None) -> None:
+        """Log the values of a step; see `Accelerator.log`."""
+        options = self._by_name("log_kwargs", log_kwargs) if self._is_started("log") else {}
+        for tracker in self.running:
+            tracker.log(values, step=step, **options.get(tracker.name, {}))
+
+    def get(self, name: Any, unwrap: bool) -> Any:
+        """A tracker by its name, or with `unwrap` its `tracker`; an object that does nothing if it does not log here."""
+        name = _text(name)
+        if self._is_started("get_tracker") and self._names and name not in self._names:
+            raise UnknownNameError(
+                f"get_tracker: expected one of {', '.join(self._names)}, got {name!r}.{nearest(str(name), self._names)} "
+                f"Fix: Accelerator(log_with=[{name!r}, ...])"
+            )
+        tracker = next((tracker for tracker in self.running if tracker.name == name), _NOTHING)
+        return tracker.tracker if unwrap else tracker
+
+    def end(self) -> None:
+        """End all runs, even if one of them raises; see `Accelerator.end_training`."""
+        with ExitStack() as stack:  # which calls the last one first
+            for tracker in reversed(self.running):
+                stack.callback(getattr(tracker, "finish", _NOTHING))
+            self._started, self.running = False, []
+
+    def _is_started(self, verb: str) -> bool:
+        if self._names and not self._started and self._strategy.is_main_process:  # init_trackers may run there alone
+            raise ConfigurationError(
+                f"{verb}: the trackers ({', '.join(self._names)}) are not running. "
+                "Fix: call accelerator.init_trackers('my_project') first"
+            )
+        return self._started
+
+    def _by_name(self, argument: str, arguments: ByTracker | None) -> ByTracker:
+        """Arguments by the name of the tracker; raises for a name that no tracker has."""
+        by_name = {_text(key): value for key, value in (arguments or {}).items()}
+        known = {*self._names, *LOGGERS, *advice_by_place()["log_with"]}
+        for name, value in by_name.items():
+            if name not in known:
+                raise UnknownNameError(
+                    f"{argument}: expected names of trackers, {', '.join(sorted(known))}, got {name!r}."
+                    f"{nearest(str(name), known)} Fix: {argument}={{'wandb': {{...}}}}"
+                )
+            if not isinstance(value, Mapping):
+                raise ConfigurationError(
+                    f"{argument}[{name!r}]: expected a dict of arguments, got {value!r}. Fix: {{'tags': ['a']}}"
+                )
+        return by_name
+
+    def _make(self, project_name: str, init_kwargs: ByTracker) -> list[Any]:
+        def create(item: Any) -> Any:
+            options, folder = init_kwargs.get(_name(item), {}), self._project.logging_dir
+            if isinstance(item, str):
+                arguments = {LOGGERS[item].project or "name": project_name, **options}
+                if folder is not None and not {"dir", "offline_directory"} & arguments.keys():
+                    arguments.setdefault("save_dir", folder)
+                return tracker_of(make_logger(item, **arguments))
+            if options:
+                raise ConfigurationError(
+                    f"init_kwargs: {item.name!r} was given as an object. Fix: pass these arguments to its class"
+                )
+            return item
+
+        trackers = [create(item) for item in self._log_with if item != "all"]
+        if "all" not in self._log_with or not self._strategy.is_main_process:
+            return trackers
+        for name in _ALL:
+            if name not in self._log_with and is_installed(LOGGERS[name].package):
+                try:
+                    tracker = create(name)
+                    getattr(tracker.logger, "check_login", _NOTHING)()
+                    trackers.append(tracker)
+                except (MissingPackageError, NotLoggedInError) as error:
+                    notice(f"log_with='all' skips {name}: {error}")
+        if not trackers:
+            warn("log_with='all': no tracker is available, so nothing will be logged. Fix: pip install tensorboard")
+        return trackers
+
+
+def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
+    """Check `log_with`: a name, an object, or a list of these. Returns a list of names, `"all"` included, and trackers."""
+    checked: list[Any] = []
+    for item in map(_text, log_with if isinstance(log_with, list | tuple | set) else [log_with]):
+        item = tracker_of(item) if isinstance(item, Logger) else item
+        if _writes_files(item) and logging_dir is None:
+            name = _name(item)
+            raise ConfigurationError(
+                f"log_with={name!r} writes files, but there is no folder for them. Fix: Accelerator(log_with={name!r}, "
+                "project_dir='runs'), or project_config=ProjectConfiguration(project_dir='.', logging_dir='runs')"
+            )
+        if item not in checked:
+            checked.append(item)
+    return checked
+
+
+def _writes_files(item: Any) -> bool:
+    """Whether this tracker needs a folder; raises if it is not a tracker."""
+    if item == "all":
+        return is_installed("tensorboard")
+    if isinstance(item, str):
+        if fix := advice("log_with", item):
+            raise UnsupportedArgumentError(f"log_with={item!r} {fix}")
+        check_logger(item, "log_with", ("all",))
+        return not LOGGERS[item].project
+    if isinstance(item, type):
+        raise ConfigurationError(
+            f"log_with: expected an object, got the class {item.__name__}. Fix: log_with={item.__name__}()"
+        )
+    missing = [name for name in ("name", "tracker", "store_init_configuration", "log") if name not in dir(item)]
+    if missing:
+        raise ConfigurationError(
+            f"log_with: expected a name, a trainkit.loggers.Logger or a tracker, got {item!r}, which has no "
+            f"{', '.join(missing)}. Fix: log_with='tensorboard'"
+        )
+    return bool(getattr(item, "requires_logging_directory", False))
+
+
+def _text(item: Any) -> Any:
+    """The name that an item stands for: a string, or an enum of strings such as Accelerate's `LoggerType`."""
+    value = getattr(item, "value", item)
+    return value if isinstance(value, str) else item
+
+
+def _name(item: Any) -> str:
+    return str(getattr(item, "name", item))
