@@ -529,7 +529,7 @@ def test_the_part_needs_no_accelerator() -> None:
     assert (model.weight.item(), counter.count, loop.updates, loop.accumulation.counts()) == (5.0, 5, 5, [(0, 5)])
     assert (second.run_id, second.save(loop).name) == (first.run_id, "checkpoint_1")
     third, model, counter, loop = part(7)
-    third.load(loop, path, wanted=["model"])
+    third.load(loop, path, parts=["model"])
     assert (model.weight.item(), counter.count, loop.updates) == (5.0, 7, 7), "only what was asked for"
     assert third.run_id != first.run_id
     with pytest.raises(ConfigurationError, match="no prepared loader has a position"):

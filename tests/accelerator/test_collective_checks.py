@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import trainkit.distributed.channel
 from trainkit import Accelerator, set_seed
-from trainkit.accelerator.collective_checks import CollectiveChecks, described
+from trainkit.accelerator.collective_checks import CollectiveChecks, describe
 from trainkit.distributed.failure import Failure
 from trainkit.distributed.world import CollectiveTracker, World
 from trainkit.errors import CollectiveError, ProcessFailedError
@@ -142,11 +142,11 @@ def test_call_sites_and_tensors_are_compared_in_debug_mode(debug: bool) -> None:
 
 
 def test_tensors_in_a_few_words() -> None:
-    assert described([torch.zeros(2, 3)]) == "float32[2, 3]"
-    assert described([torch.zeros(())]) == "float32[]"
-    several = described([torch.zeros(2), torch.zeros(3, 2).bfloat16()])
+    assert describe([torch.zeros(2, 3)]) == "float32[2, 3]"
+    assert describe([torch.zeros(())]) == "float32[]"
+    several = describe([torch.zeros(2), torch.zeros(3, 2).bfloat16()])
     assert re.fullmatch(r"2 tensors of 8 elements \(bfloat16, float32; shapes [0-9a-f]{8}\)", several)
-    assert described([torch.zeros(2), torch.zeros(2, 3).bfloat16()]) != several
+    assert describe([torch.zeros(2), torch.zeros(2, 3).bfloat16()]) != several
 
 
 # --------------------------------------------------------------------------------------------- ranks in different calls

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trainkit import Accelerator, Strategy
 from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.accelerator.processes import only_where, share_of, waits_for_first
+from trainkit.accelerator.processes import only_where, run_first, share_of
 from trainkit.config.kwargs_handlers import DistributedType
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
@@ -302,7 +302,7 @@ def test_the_part_needs_no_accelerator() -> None:
     order: list[int] = []
 
     def work(world: World) -> list[Any]:
-        with waits_for_first(CollectiveChecks.of(world), "main_process_first", world.is_main):
+        with run_first(CollectiveChecks.of(world), "main_process_first", world.is_main):
             order.append(world.rank)
         mine: list[int] = share_of([1, 2, 3], world, torch.device("cpu"), apply_padding=True)
         return mine

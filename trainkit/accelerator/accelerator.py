@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.checkpointing import PARTS, Checkpointing, NumberedCheckpoints, Saving, refuse_pickle
-from trainkit.accelerator.collective_checks import CollectiveChecks, described
+from trainkit.accelerator.collective_checks import CollectiveChecks, describe
 from trainkit.accelerator.gradients import AccumulationState, CallWindow, Gradients, StepChecks, parameters_of
 from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
-from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, share_of, waits_for_first
+from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, run_first, share_of
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -431,7 +431,7 @@ class Accelerator:
                 f"prepare_model(evaluation_mode=True) is not supported under {type(strategy).__name__}, which shards the "
                 "models that it prepares. A model that is not sharded needs no preparation: model.to(accelerator.device).eval()"
             )
-        prepared: nn.Module = self._prepared_as(nn.Module, model, device_placement, evaluation_mode)
+        prepared: nn.Module = self._prepare_as(nn.Module, model, device_placement, evaluation_mode)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Any:
@@ -444,7 +444,7 @@ class Accelerator:
         Raises:
             ConfigurationError: It is not an optimizer, or already prepared.
         """
-        return self._prepared_as(Optimizer, optimizer, device_placement)
+        return self._prepare_as(Optimizer, optimizer, device_placement)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
@@ -454,12 +454,12 @@ class Accelerator:
             raise UnsupportedArgumentError(
                 "prepare_data_loader(slice_fn_for_dispatch=) is not supported: each process reads its own batches. Remove it."
             )
-        prepared: PreparedLoader = self._prepared_as(object, data_loader, device_placement)
+        prepared: PreparedLoader = self._prepare_as(object, data_loader, device_placement)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a learning-rate scheduler, as `prepare` does."""
-        return self._prepared_as(object, scheduler, None)
+        return self._prepare_as(object, scheduler, None)
 
     def prepare_loader(self, loader: Any, *, window: bool, **options: Any) -> PreparedLoader:
         """Prepare a loader with options of `trainkit.data.PreparedLoader`, as `Trainer` does.
@@ -507,7 +507,7 @@ class Accelerator:
         with nullcontext() if even_batches is None else self._loaders.padded(even_batches):
             yield
 
-    def _prepared_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
+    def _prepare_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
         if not isinstance(item, kind):
             raise ConfigurationError(f"expected {with_article(kind.__name__)}, received {with_article(type(item).__name__)}.")
         return self._prepare([item], None if placed is None else [placed], evaluation=evaluation)
@@ -546,14 +546,14 @@ class Accelerator:
                 prepared[place] = None if item is None else self._prepare_scheduler(item)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
 
-    def _placements(self, objects: Sequence[Any], given: Sequence[bool] | None) -> Sequence[bool]:
-        if given is None:
+    def _placements(self, objects: Sequence[Any], placed: Sequence[bool] | None) -> Sequence[bool]:
+        if placed is None:
             return [self.options.device_placement] * len(objects)
-        if len(given) != len(objects):
+        if len(placed) != len(objects):
             raise ConfigurationError(
-                f"device_placement must have one value per object, but has {len(given)} for {counted(len(objects), 'object')}."
+                f"device_placement must have one value per object, but has {len(placed)} for {counted(len(objects), 'object')}."
             )
-        return [self.options.device_placement if value is None else bool(value) for value in given]
+        return [self.options.device_placement if value is None else bool(value) for value in placed]
 
     def _check_objects(self, objects: Sequence[Any], placed: Sequence[bool]) -> None:
         """Refuse objects that have been prepared, or a model on another device that is not moved."""
@@ -796,7 +796,7 @@ class Accelerator:
 
     def _compare(self, verb: str, tensors: Iterable[Tensor] | None) -> None:
         """In debug mode, check that all processes call `verb` in the same place with the same tensors."""
-        self.collective_checks.compare(verb, None if tensors is None else described(tensors))
+        self.collective_checks.compare(verb, None if tensors is None else describe(tensors))
 
     # ----------------------------------------------------------------------------------------------------- the optimizer step
 
@@ -903,12 +903,12 @@ class Accelerator:
         """
         self.skip_requested = True
 
-    def begin_fit(self, module: nn.Module, before_step: Callable[[Optimizer], None] | None = None) -> None:
+    def begin_fit(self, module: nn.Module, before_step: Callable[[Optimizer], None] | None) -> None:
         """Begin to train the module of a `Trainer`.
 
         Args:
             module: The module whose parameters the optimizers train.
-            before_step: Called before each step of manual optimization, which averages the gradients itself.
+            before_step: Under manual optimization: called before each step, which averages the gradients itself.
         """
         self._step_checks.train(module)
         if before_step is not None:
@@ -923,7 +923,7 @@ class Accelerator:
         """Average and unscale the gradients of these parameters, which `verb` clips; `None`: not at the end of a window."""
         if self._phase is not LoopPhase.RUNNING:
             self._check_begun(name)
-        listed = _listed(name, parameters)
+        listed = _parameter_list(name, parameters)
         self.accumulation.note_verb(verb, listed, *args)
         if not self.accumulation.current.last:
             return None
@@ -977,7 +977,7 @@ class Accelerator:
         Raises:
             CollectiveError: As in `wait_for_everyone`.
         """
-        with waits_for_first(self.collective_checks, "main_process_first", self.is_main_process):
+        with run_first(self.collective_checks, "main_process_first", self.is_main_process):
             yield
 
     @contextmanager
@@ -987,7 +987,7 @@ class Accelerator:
         Raises:
             CollectiveError: As in `wait_for_everyone`.
         """
-        with waits_for_first(self.collective_checks, "local_main_process_first", self.is_local_main_process):
+        with run_first(self.collective_checks, "local_main_process_first", self.is_local_main_process):
             yield
 
     def on_main_process(self, function: Function) -> Function:
@@ -1308,11 +1308,10 @@ class Accelerator:
             ConfigurationError: No folder is given.
             UnsupportedArgumentError: An argument of Accelerate's is not supported; the message says what to use.
         """
-        given = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
-        refuse_unknown("Accelerator.load_state", given, ("input_dir", "restore", "strict", "resume_loaders"))
-        wanted = check_names(restore, PARTS)
-        loop = self
-        self._checkpointing.load(loop, input_dir, wanted=wanted, strict=strict, resume_loaders=resume_loaders)
+        unsupported = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
+        refuse_unknown("Accelerator.load_state", unsupported, ("input_dir", "restore", "strict", "resume_loaders"))
+        parts = check_names(restore, PARTS)
+        self._checkpointing.load(self, input_dir, parts=parts, strict=strict, resume_loaders=resume_loaders)
 
     def resume_loaders(self) -> None:
         """Continue each prepared loader at its position, in the next iteration after `load_state`.
@@ -1444,7 +1443,7 @@ class Accelerator:
             self.strategy.precision.reset()
 
 
-def _listed(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+def _parameter_list(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
     listed = [parameters] if isinstance(parameters, Tensor) or not isinstance(parameters, Iterable) else list(parameters)
     other = next((one for one in listed if not isinstance(one, Tensor)), None)
     if other is not None:

@@ -2,61 +2,73 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from torch import Tensor
+from torch import nn
+from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.accelerator.gradients import AccumulationState
+from trainkit.accelerator.prepared_models import PreparedObjects
+from trainkit.accelerator.prepared_models import user_model
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
+from trainkit.checkpoint.commit import CommitResult
+from trainkit.checkpoint.folder import next_counter
+from trainkit.checkpoint.folder import remove
+from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.manifest import is_checkpoint
+from trainkit.checkpoint.plain_files import shard_size
+from trainkit.checkpoint.plain_files import write_object
+from trainkit.checkpoint.plain_files import write_weights
+from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint
+from trainkit.checkpoint.reader import inspect_checkpoint
+from trainkit.checkpoint.reader import read_on_all_ranks
+from trainkit.checkpoint.saver import Saver
+from trainkit.checkpoint.tensor_file import FiniteCheck
+from trainkit.checkpoint.urls import remote_sync
+from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.console import notice
+from trainkit.console import shortened
+from trainkit.console import warn
+from trainkit.data.loader import PreparedLoader
+from trainkit.distributed.world import World
+from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointNotFoundError
+from trainkit.errors import CheckpointWriteError
+from trainkit.errors import ConfigurationError
+from trainkit.errors import CorruptCheckpointError
+from trainkit.errors import StateMismatchError
+from trainkit.optim.parameter_names import clean_names
+from trainkit.optim.parameter_names import without_checkpoint_wrapper
+from trainkit.paths import local_path
+from trainkit.state.model import capture_model
+from trainkit.state.plan_checkpoint import plan_checkpoint
+from trainkit.state.pretrained import adapter_folders
+from trainkit.state.pretrained import has_adapters
+from trainkit.state.training_objects import Parts
+from trainkit.state.training_objects import SaveMode
+from trainkit.state.training_objects import about
+from trainkit.state.training_objects import capture
+from trainkit.state.training_objects import configurations
+from trainkit.state.training_objects import moved
+from trainkit.state.training_objects import restore
+from trainkit.state.training_objects import with_trained_weights
+from trainkit.strategy import Strategy
+from trainkit.tagged_json.tensors import is_sharded_tensor
+from typing import Any
+from typing import TYPE_CHECKING
+from typing import cast
 import os
 import re
 import secrets
 import shutil
 import sys
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-from torch import Tensor, nn
-
-from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.accelerator.gradients import AccumulationState
-from trainkit.accelerator.prepared_models import PreparedObjects, user_model
-from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
-from trainkit.checkpoint.commit import CommitResult
-from trainkit.checkpoint.folder import next_counter, remove
-from trainkit.checkpoint.manifest import Manifest, is_checkpoint
-from trainkit.checkpoint.plain_files import shard_size, write_object, write_weights
-from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
-from trainkit.checkpoint.saver import Saver
-from trainkit.checkpoint.tensor_file import FiniteCheck
-from trainkit.checkpoint.urls import remote_sync
-from trainkit.config.kwargs_handlers import ProjectConfiguration
-from trainkit.console import notice, shortened, warn
-from trainkit.data.loader import PreparedLoader
-from trainkit.distributed.world import World
-from trainkit.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointWriteError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    StateMismatchError,
-)
-from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
-from trainkit.paths import local_path
-from trainkit.state.model import capture_model
-from trainkit.state.plan_checkpoint import plan_checkpoint
-from trainkit.state.pretrained import adapter_folders, has_adapters
-from trainkit.state.training_objects import (
-    Parts,
-    SaveMode,
-    about,
-    capture,
-    configurations,
-    moved,
-    restore,
-    with_trained_weights,
-)
-from trainkit.strategy import Strategy
-from trainkit.tagged_json.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator
@@ -129,9 +141,9 @@ class Checkpointing:
         if not numbered:
             assert folder is not None
             saver.save(self._draft(loop, folder), folder, blocking=blocking, replace=True, committed=self._note)
-            own = [written.path for written in self._nonfinite if written.kept is not None]  # empty unless blocking
+            beside = [written.path for written in self._nonfinite if written.kept is not None]  # empty unless blocking
             self._report()
-            return own[0] if own else folder
+            return beside[0] if beside else folder
         project, path = self._numbered.project, self._numbered.next_path()
         if output_dir is not None:
             notice(f"save_state({str(output_dir)!r}): automatic_checkpoint_naming is on, so it is written to {path}.")
@@ -169,11 +181,11 @@ class Checkpointing:
         loop: Accelerator,
         input_dir: str | PathLike[str] | None = None,
         *,
-        wanted: Collection[str] = PARTS,
+        parts: Collection[str] = PARTS,
         strict: bool = True,
         resume_loaders: bool | None = None,
     ) -> None:
-        """See `Accelerator.load_state`; `wanted` are the parts to restore."""
+        """See `Accelerator.load_state`; `parts` are those to restore, of `PARTS`."""
         numbered = self._is_numbered(input_dir, "load_state")
         VerbGroup(self._world, "load_state").wait()
         if input_dir is None:
@@ -182,7 +194,7 @@ class Checkpointing:
             path = local_path(input_dir, "input_dir")
             loaded = self._read(path)
         resumes = self._resumes if resume_loaders is None else resume_loaders
-        self._restore(loop, path, loaded, set(wanted), strict, resumes)
+        self._restore(loop, path, loaded, set(parts), strict, resumes)
         if numbered:
             self._numbered.continue_after(path)
 
@@ -215,8 +227,8 @@ class Checkpointing:
     def _newest(self) -> tuple[Path, LoadedCheckpoint]:
         """Read the newest complete checkpoint of those that are named by their number."""
         bad: list[str] = []
-        found = self._numbered.newest_first()
-        for path, problem, finite in found:
+        checkpoints = self._numbered.newest_first()
+        for path, problem, finite in checkpoints:
             try:
                 if problem is None:
                     loaded = self._read(path)
@@ -224,7 +236,7 @@ class Checkpointing:
                         warn(f"a checkpoint is damaged and skipped: {text}")
                     if not finite:
                         warn(f"the parameters in {path} are not finite, and there is no checkpoint with finite ones.")
-                    elif newer := [one.name for one, _, good in found if not good and _number_of(one) > _number_of(path)]:
+                    elif newer := [one.name for one, _, good in checkpoints if not good and _number_of(one) > _number_of(path)]:
                         notice(f"skipped newer checkpoints whose parameters are not finite: {', '.join(newer)}. Using {path}.")
                     return path, loaded
             except CorruptCheckpointError as error:
@@ -288,18 +300,16 @@ class Checkpointing:
         content = CheckpointContent(taken.tensors, state, described, taken.attachments, parameters=taken.parameters)
         return plan_checkpoint(world, content)
 
-    def _restore(
-        self, loop: Accelerator, path: Path, loaded: LoadedCheckpoint, wanted: set[str], strict: bool, resumes: bool
-    ) -> None:
+    def _restore(self, loop: Accelerator, path: Path, loaded: LoadedCheckpoint, parts: set[str], strict: bool, resumes: bool) -> None:
         """Load a checkpoint into the prepared objects. What does not fit is raised before anything is changed."""
         manifest, state = loaded.manifest, loaded.state
-        self._check_fits(path, loaded, wanted)
-        positions = (state.get("loaders") or []) if "loaders" in wanted else []
+        self._check_fits(path, loaded, parts)
+        positions = (state.get("loaders") or []) if "loaders" in parts else []
         loaders = list(zip(self._prepared.loaders, positions, strict=False))
         starts = [loader.start_of(position) if resumes else None for loader, position in loaders]
         tensors = with_trained_weights(loaded.tensors, loaded.tensors.get("model", {}), state.get("user", {}))
-        restore(self._parts(), tensors, state, manifest.aliases, wanted=wanted, what=str(path), strict=strict, keep=True)
-        if "loaders" in wanted:
+        restore(self._parts(), tensors, state, manifest.aliases, wanted=parts, what=str(path), strict=strict, keep=True)
+        if "loaders" in parts:
             if positions and loop.seed != manifest.seed:
                 warn(
                     f"the seed is {loop.seed}, but the checkpoint was saved with seed {manifest.seed}: from now on, order and "
@@ -309,15 +319,15 @@ class Checkpointing:
             # checkpoints of earlier versions have one count for all models
             windows = state.get("windows", [(0, state.get("window", 0))])
             self._place_loaders(loop, loaders, starts, windows)
-        if "optimizer" in wanted:
+        if "optimizer" in parts:
             loop.updates = manifest.step
-        if wanted == set(PARTS):
+        if parts == set(PARTS):
             self.run_id = manifest.run_id  # the run continues
-        if "registered" in wanted:
-            for thing, own in zip(self.registered, state.get("registered") or [], strict=True):
-                thing.load_state_dict(own)
+        if "registered" in parts:
+            for thing, saved in zip(self.registered, state.get("registered") or [], strict=True):
+                thing.load_state_dict(saved)
         loop.open_loaders.loaded = True
-        _report_restored(path, manifest.step, wanted)
+        _report_restored(path, manifest.step, parts)
         if text := moved(self._strategy, manifest):
             notice(text)
         _report_loader_start(self._prepared.loaders)
@@ -338,16 +348,16 @@ class Checkpointing:
                 loader.resume_at(position, start)
         loop.accumulation.restore_counts(windows)
 
-    def _check_fits(self, path: Path, loaded: LoadedCheckpoint, wanted: Collection[str]) -> None:
+    def _check_fits(self, path: Path, loaded: LoadedCheckpoint, parts: Collection[str]) -> None:
         """Check that the checkpoint and this loop have the same parts."""
-        if "optimizer" in wanted and not loaded.manifest.contents.get("resumable", False):
+        if "optimizer" in parts and not loaded.manifest.contents.get("resumable", False):
             raise CheckpointError(
                 f"{path} is a weights-only checkpoint. Load only the model: accelerator.load_state(path, restore={{'model'}})"
             )
         here: Mapping[str, Sequence[Any]] = {"loaders": self._prepared.loaders, "registered": self.registered}
         for part, objects in here.items():
             saved = len(loaded.state.get(part) or [])
-            if part in wanted and saved != len(objects):
+            if part in parts and saved != len(objects):
                 raise StateMismatchError(
                     f"{path} contains {saved} {part}, but there are {len(objects)} here. Prepare and register the same objects "
                     "as when it was saved, in the same order; or do not restore them: "
@@ -362,9 +372,9 @@ class Checkpointing:
                 optimizer.zero_grad()
 
 
-def _report_restored(path: Path, step: int, wanted: Collection[str]) -> None:
-    left = [part for part in PARTS if part not in wanted]
-    notice(f"restored the state of {path} (step {step})" + (f"; not restored: {', '.join(left)}." if left else "."))
+def _report_restored(path: Path, step: int, parts: Collection[str]) -> None:
+    skipped = [part for part in PARTS if part not in parts]
+    notice(f"restored the state of {path} (step {step})" + (f"; not restored: {', '.join(skipped)}." if skipped else "."))
 
 
 def _report_loader_start(loaders: Sequence[PreparedLoader]) -> None:
@@ -388,8 +398,8 @@ class NumberedCheckpoints:
     The main process looks at the folder, and all processes get what it has found.
 
     Args:
-        project: has the folder, and in `iteration` the number of the next checkpoint.
-        world: the processes.
+        project: The folder, and in `iteration` the number of the next checkpoint.
+        world: The processes.
     """
 
     def __init__(self, project: ProjectConfiguration, world: World) -> None:
@@ -468,9 +478,9 @@ def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
     whose parameters are not finite never removes the newest of the others.
 
     Args:
-        folder: the folder of the checkpoints.
-        limit: number of checkpoints to keep; `None`: all.
-        manifest: of the new checkpoint; `None`: another process removes.
+        folder: The folder of the checkpoints.
+        limit: Number of checkpoints to keep; `None`: all.
+        manifest: The manifest of the new checkpoint; `None`: another process removes.
     """
     if manifest is None:
         return
@@ -557,9 +567,9 @@ class Saving:
         tensors = _on_host(state.tensors) if sharded else state.tensors
         if sharded and not self._strategy.is_main_process:
             return {}
-        found = {**state.extra, **tensors, **{alias: tensors[name] for alias, name in state.aliases.items()}}
+        values = {**state.extra, **tensors, **{alias: tensors[name] for alias, name in state.aliases.items()}}
         order = clean_names(model).values()
-        return {name: found[name] for name in order if name in found}  # a lazy parameter has no values yet
+        return {name: values[name] for name in order if name in values}  # a lazy parameter has no values yet
 
     def save_model(
         self,
@@ -596,8 +606,8 @@ class Saving:
 
         # written before waiting for the other processes, so that the files are there even if those never come
         run_on_all_ranks(group, write, CheckpointWriteError)
-        if found := [name for check in checks for name in check.found]:
-            warn(f"save_model: parameters in {folder} are not finite: {shortened(found)}.")
+        if nonfinite := [name for check in checks for name in check.found]:
+            warn(f"save_model: parameters in {folder} are not finite: {shortened(nonfinite)}.")
         if world.is_main:
             remote_sync.add_log_folder(folder)
             remote_sync.finish()
@@ -607,8 +617,8 @@ class Saving:
         for model in self._models:
             placeholders = self._strategy.exported_weights(model)
             for name, parameter in model.named_parameters():
-                whole, given = placeholders.get(id(parameter)), state.get(without_checkpoint_wrapper(name))
-                if whole is not None and whole.numel() and isinstance(given, Tensor) and not given.numel():
+                whole, value = placeholders.get(id(parameter)), state.get(without_checkpoint_wrapper(name))
+                if whole is not None and whole.numel() and isinstance(value, Tensor) and not value.numel():
                     raise ConfigurationError(
                         f"save(): {name!r} has no values in this state dict, because the parameters are sharded over the "
                         "processes. Gather them: accelerator.save(accelerator.get_state_dict(model), f), with get_state_dict "

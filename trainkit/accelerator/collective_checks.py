@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from trainkit.distributed.world import ThreadExchange, World, find_call
 from trainkit.errors import CollectiveError, ProcessFailedError
 
-__all__ = ["CollectiveChecks", "described"]
+__all__ = ["CollectiveChecks", "describe"]
 
 _SUBJECT = "verbs"
 _CLEARED = 60.0  # seconds that the other ranks have to leave a run that has failed
@@ -81,24 +81,24 @@ class CollectiveChecks:
         numbers may differ.
         """
         if self._world.size > 1:
-            calls = self._exchanged_calls(f"trainer.{stage}", None)
+            calls = self._exchange_calls(f"trainer.{stage}", None)
             self._check_same([[verb, place, 0, None] for verb, place, *_ in calls])
             self._collectives.begun = max(begun for _, _, begun, _ in calls)
 
     def end_epoch(self, hook: Callable[..., Any]) -> None:
         """Wait until all ranks end the training epoch because `hook`, `on_train_batch_start`, has returned -1."""
         if self._world.size > 1:
-            self._check_same(self._exchanged_calls(_ENDING, None, _defined(hook)))
+            self._check_same(self._exchange_calls(_ENDING, None, _definition_of(hook)))
 
     def exchange(self, verb: str, value: Any = None) -> list[Any]:
         """The values (JSON) that the processes pass with a verb, in the order of their ranks."""
         if self._world.size == 1:
             return [value]
-        calls = self._exchanged_calls(verb, value)
+        calls = self._exchange_calls(verb, value)
         self._check_same(calls)
         return [its for *_, its in calls]
 
-    def _exchanged_calls(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
+    def _exchange_calls(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
         """The verb, its place, the number of collectives and the value of each process."""
         if self._thread_exchange is None:
             self._thread_exchange = self._world.thread_exchange(_SUBJECT)
@@ -253,16 +253,16 @@ def _advice(verb: str, *, both: bool = False) -> str:
     return f"All processes must call {which} {_ALONE}."
 
 
-def _defined(hook: Callable[..., Any]) -> str:
+def _definition_of(hook: Callable[..., Any]) -> str:
     """Where a hook is defined, which may be wrapped in calls that give it more arguments."""
-    found: Any = hook
-    while (inner := getattr(found, "func", None) or getattr(found, "__wrapped__", None)) is not None:
-        found = inner
-    code = getattr(found, "__code__", None)
+    function: Any = hook
+    while (inner := getattr(function, "func", None) or getattr(function, "__wrapped__", None)) is not None:
+        function = inner
+    code = getattr(function, "__code__", None)
     return "an unknown line" if code is None else f"{code.co_filename.rpartition('/')[2]}:{code.co_firstlineno}"
 
 
-def described(tensors: Iterable[Tensor]) -> str:
+def describe(tensors: Iterable[Tensor]) -> str:
     """Tensors in a few words: their number, size and dtypes, and a checksum of their shapes."""
     listed = list(tensors)
     if len(listed) == 1:

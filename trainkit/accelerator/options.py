@@ -2,44 +2,57 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
+from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
+from dataclasses import field
 from trainkit.checks import whole_number
-from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
+from trainkit.config.compiling import Compilation
+from trainkit.config.compiling import compilation_of
+from trainkit.config.compiling import refuse_compiled
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
-from trainkit.config.kwargs_handlers import (
-    AORecipeKwargs,
-    AutocastKwargs,
-    DataLoaderConfiguration,
-    DistributedDataParallelKwargs,
-    GradientAccumulationPlugin,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    ProfileKwargs,
-    ProjectConfiguration,
-    sorted_handlers,
-)
-from trainkit.config.settings import Plugin, Settings, debugging, inherited_settings
-from trainkit.distributed.requested_devices import RequestedDevices, find_device
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from trainkit.config.fsdp_plugin import ParallelismConfig
+from trainkit.config.kwargs_handlers import AORecipeKwargs
+from trainkit.config.kwargs_handlers import AutocastKwargs
+from trainkit.config.kwargs_handlers import DataLoaderConfiguration
+from trainkit.config.kwargs_handlers import DistributedDataParallelKwargs
+from trainkit.config.kwargs_handlers import GradScalerKwargs
+from trainkit.config.kwargs_handlers import GradientAccumulationPlugin
+from trainkit.config.kwargs_handlers import InitProcessGroupKwargs
+from trainkit.config.kwargs_handlers import ProfileKwargs
+from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.config.kwargs_handlers import sorted_handlers
+from trainkit.config.settings import Plugin
+from trainkit.config.settings import Settings
+from trainkit.config.settings import debugging
+from trainkit.config.settings import inherited_settings
+from trainkit.distributed.requested_devices import RequestedDevices
+from trainkit.distributed.requested_devices import find_device
+from trainkit.errors import ConfigurationError
+from trainkit.errors import UnsupportedArgumentError
 from trainkit.launch.environment import DEVICE
-from trainkit.launch.joining import nodes, processes
+from trainkit.launch.joining import nodes
+from trainkit.launch.joining import processes
 from trainkit.launch.strategy_choice import choose_strategy
 from trainkit.loggers.trackers import check_trackers
-from trainkit.module.activation_checkpointing import (
-    CheckpointingChoice,
-    checkpointing_choice,
-    refuse_checkpointing,
-    refuse_eager_backend,
-)
+from trainkit.module.activation_checkpointing import CheckpointingChoice
+from trainkit.module.activation_checkpointing import checkpointing_choice
+from trainkit.module.activation_checkpointing import refuse_checkpointing
+from trainkit.module.activation_checkpointing import refuse_eager_backend
 from trainkit.names import refuse_unknown
-from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
-from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
+from trainkit.precision import MIXED
+from trainkit.precision import OVER_MASTERS
+from trainkit.precision import Precision
+from trainkit.precision import is_short
+from trainkit.registry import accepts_keyword
+from trainkit.registry import find_info
+from trainkit.registry import load
+from trainkit.registry import load_strategy
+from trainkit.registry import make_strategy
 from trainkit.strategy import Strategy
+from typing import Any
+import copy
 
 __all__ = ["Options", "check_steps", "resolve"]
 
@@ -134,7 +147,7 @@ def _refuse_unsupported(arguments: Mapping[str, Any]) -> None:
     if arguments["megatron_lm_plugin"] is not None:
         raise UnsupportedArgumentError(f"Accelerator(megatron_lm_plugin=...) is not supported. {_SHARD}.")
     _check_plugins(arguments)
-    for name in _listed(arguments["rng_types"]):
+    for name in _as_list(arguments["rng_types"]):
         if str(getattr(name, "value", name)) not in _GENERATORS:
             raise ConfigurationError(f"rng_types must be some of {', '.join(_GENERATORS)}, not {name!r}.")
     for name in ("device_placement", "cpu", "step_scheduler_with_optimizer"):
@@ -214,7 +227,7 @@ def _activation_checkpointing(arguments: Mapping[str, Any], plugin: Plugin | Non
     return plugin.claimed("activation_checkpointing") if chosen is None and plugin is not None else chosen
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
@@ -294,11 +307,11 @@ def _create(
         passed = arguments["plugin"] is not None
         without = () if passed else ("gradient_accumulation_steps",)  # arguments take precedence over a file
         options = plugin.options_for(short, processes(devices), nodes(devices), without)
-        created = load_strategy(plugin.strategy)(device=devices.accelerator, **options, **_common(handlers))
+        created = load_strategy(plugin.strategy)(device=devices.accelerator, **options, **_process_group_options(handlers))
         created.configured_by(plugin.source or (type(plugin).__name__ if passed else settings.source))
     elif strategy is None or isinstance(strategy, str):
         name = choose_strategy(strategy or settings.strategy or "auto", devices)
-        created = make_strategy(name, **_named(name, devices, handlers))
+        created = make_strategy(name, **_options_of(name, devices, handlers))
     else:
         created = make_strategy(strategy)
         _refuse_handlers(handlers)
@@ -312,12 +325,12 @@ def _kind(arguments: Mapping[str, Any], settings: Settings) -> str:
     return "cuda" if arguments["strategy"] is None and settings.get("distributed_type") == "MULTI_GPU" else "auto"
 
 
-def _common(handlers: Mapping[Any, Any]) -> dict[str, Any]:
+def _process_group_options(handlers: Mapping[Any, Any]) -> dict[str, Any]:
     handler = handlers.get(InitProcessGroupKwargs)
     return {} if handler is None else handler.strategy_options()
 
 
-def _named(name: str, devices: RequestedDevices, handlers: Mapping[Any, Any]) -> dict[str, Any]:
+def _options_of(name: str, devices: RequestedDevices, handlers: Mapping[Any, Any]) -> dict[str, Any]:
     """The options of a strategy of that name. Handlers for another strategy have no effect: one script runs under several."""
     options: dict[str, Any] = {"device": devices.accelerator}
     info, connected = find_info(name), handlers.get(InitProcessGroupKwargs)
@@ -328,7 +341,7 @@ def _named(name: str, devices: RequestedDevices, handlers: Mapping[Any, Any]) ->
             f"InitProcessGroupKwargs(backend={connected.backend!r}) is not supported on XLA, whose runtime connects the "
             "processes. Fix: remove backend."
         )
-    common = _common(handlers)
+    common = _process_group_options(handlers)
     _check_accepted(name, load(info.path), common)
     options |= common
     for kind, handler in handlers.items():
@@ -369,7 +382,7 @@ def _precision(
     scaler = handlers.get(GradScalerKwargs)
     if precision is None:
         mixed = getattr(mixed, "value", mixed)
-        name = _mixed(mixed) if mixed is not None else settings.get("mixed_precision")
+        name = _mixed_name(mixed) if mixed is not None else settings.get("mixed_precision")
         if name is None:
             if scaler is None:
                 return None
@@ -387,7 +400,7 @@ def _precision(
     return Precision(chosen, **scaler.to_kwargs())
 
 
-def _mixed(name: Any) -> str:
+def _mixed_name(name: Any) -> str:
     if name not in MIXED:
         raise ConfigurationError(f"mixed_precision must be one of {', '.join(map(repr, MIXED))}, not {name!r}.")
     return str(name)

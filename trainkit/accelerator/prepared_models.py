@@ -77,8 +77,9 @@ def unwrap(model: nn.Module, inside: Callable[[nn.Module], nn.Module], keep_comp
     inner = inside(model)
     if inner is model:
         return model
-    found = unwrap(inner, inside, keep_compiled)
-    return model if keep_compiled and found is inner and isinstance(model, torch._dynamo.OptimizedModule) else found
+    innermost = unwrap(inner, inside, keep_compiled)
+    compiled = isinstance(model, torch._dynamo.OptimizedModule)
+    return model if keep_compiled and innermost is inner and compiled else innermost
 
 
 class PrecisionWrapper(Wrapped):
@@ -280,16 +281,16 @@ def compiled_parts(model: nn.Module, compilation: Compilation, strategy: Strateg
         return chosen_modules(model, compilation.modules, "compile['modules']")
     if compilation.regional is False:
         return {}
-    found = repeated_blocks(model)
-    if compilation.regional and not found:
+    blocks = repeated_blocks(model)
+    if compilation.regional and not blocks:
         raise ConfigurationError(
             f"{compilation.source}: {type(model).__name__} has no repeated blocks. Expected an nn.ModuleList or nn.Sequential "
             "with two or more modules of one class, which have submodules. Compile the whole: compile='whole'; or name the "
             "modules: compile={'modules': 'Encoder'}"
         )
-    if not found and not strategy.compiles:
+    if not blocks and not strategy.compiles:
         refuse_compiled(compilation, strategy, whole=True)
-    return found
+    return blocks
 
 
 def described_parts(parts: dict[str, nn.Module], whole: str) -> str:

@@ -41,9 +41,9 @@ __all__ = [
     "only_where",
     "rank_and_size",
     "remember",
+    "run_first",
     "share_of",
     "strategy_of",
-    "waits_for_first",
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -96,7 +96,7 @@ class AcceleratorState:
 
 
 @contextmanager
-def waits_for_first(checks: CollectiveChecks, verb: str, is_first: bool) -> Iterator[None]:
+def run_first(checks: CollectiveChecks, verb: str, is_first: bool) -> Iterator[None]:
     """Run the block on processes with `is_first`, then on the others; `verb` is what the user has called."""
     if not is_first:
         checks.wait(verb)
@@ -198,7 +198,7 @@ class Gathering:
 
     def gather(self, tensor: Any) -> Any:
         """See `Accelerator.gather`."""
-        return self._concatenated("gather", tensor, drop=False)
+        return self._concatenate("gather", tensor, drop=False)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """See `Accelerator.gather_for_metrics`.
@@ -207,21 +207,21 @@ class Gathering:
         padded, and there is a row for each of its rows. Nothing else is concluded from a length.
         """
         if not use_gather_object and all(isinstance(leaf, Tensor) for leaf in leaves(input_data)):
-            return self._concatenated("gather_for_metrics", input_data, drop=True)
-        return self._concatenated_objects(input_data)
+            return self._concatenate("gather_for_metrics", input_data, drop=True)
+        return self._concatenate_objects(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """See `Accelerator.reduce`."""
         if reduction not in _REDUCTIONS:
             raise ConfigurationError(f"reduce: reduction must be one of {', '.join(_REDUCTIONS)}, not {reduction!r}.")
         if self.world.size > 1 and reduction != "none":
-            _check_same_shapes("reduce", self._exchanged_shapes("reduce", tensor))
-            tensor = map_tensors(tensor, lambda t: self._reduced(t, reduction))
+            _check_same_shapes("reduce", self._exchange_shapes("reduce", tensor))
+            tensor = map_tensors(tensor, lambda t: self._reduce_one(t, reduction))
         else:
             tensor = map_tensors(tensor, torch.clone)
         return tensor if scale == 1.0 else map_tensors(tensor, lambda t: t * scale)
 
-    def _reduced(self, tensor: Tensor, reduction: str) -> Tensor:
+    def _reduce_one(self, tensor: Tensor, reduction: str) -> Tensor:
         """Added in the order of the ranks, so that all processes get the same bits."""
         stacked: Tensor = self._strategy.all_gather(tensor.detach(), alike=True)
         if reduction == "max":
@@ -232,7 +232,7 @@ class Gathering:
         """See `Accelerator.pad_across_processes`."""
         if self.world.size == 1:
             return tensor
-        by_rank = self._exchanged_shapes("pad_across_processes", tensor)
+        by_rank = self._exchange_shapes("pad_across_processes", tensor)
         dims = [[len(shape) for _, shape in its["tensors"]] for its in by_rank]
         if any(other != dims[0] for other in dims):
             fix = "Pass tensors with the same number of dimensions on all processes."
@@ -256,7 +256,7 @@ class Gathering:
         """Return the tensors that process `source` has, on all processes."""
         if self.world.size == 1:
             return data
-        by_rank = self._exchanged_shapes("broadcast", data, source=source)
+        by_rank = self._exchange_shapes("broadcast", data, source=source)
         _check_same_shapes("broadcast", by_rank)
         sources = [its["source"] for its in by_rank]
         if any(other != sources[0] for other in sources):
@@ -265,7 +265,7 @@ class Gathering:
         device = self._strategy.device
         return map_tensors(data, lambda t: self._strategy.all_gather(t.to(device).detach(), alike=True)[source])
 
-    def _exchanged_shapes(self, verb: str, data: Any, **more: Any) -> list[Any]:
+    def _exchange_shapes(self, verb: str, data: Any, **more: Any) -> list[Any]:
         """The dtypes and shapes that each process has called `verb` with, and `more` of each."""
         other = next((leaf for leaf in leaves(data) if not isinstance(leaf, Tensor)), None)
         if other is not None:
@@ -276,14 +276,14 @@ class Gathering:
         tensors = [[str(one.dtype).removeprefix("torch."), list(one.shape)] for one in leaves(data)]
         return self._checks.exchange(verb, {"tensors": tensors, **more})
 
-    def _concatenated(self, verb: str, data: Any, drop: bool) -> Any:
+    def _concatenate(self, verb: str, data: Any, drop: bool) -> Any:
         world, batch = self.world, self._batch
         if drop:
             data = map_tensors(data, lambda one: self._of_samples(one) if one.ndim else one)
         if world.size == 1:
             return data
         padding = batch.padding or self._strategy.repeats_data
-        by_rank = self._exchanged_shapes(verb, data, samples=batch.samples, padding=padding)
+        by_rank = self._exchange_shapes(verb, data, samples=batch.samples, padding=padding)
         _check_samples(verb, by_rank)
         kept = self._kept([drop and its["padding"] for its in by_rank])
         columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in by_rank), strict=True))
@@ -341,7 +341,7 @@ class Gathering:
             self._notified.add(subject)
             notice(text, everywhere=self.world.size > 1)
 
-    def _concatenated_objects(self, data: Any) -> Any:
+    def _concatenate_objects(self, data: Any) -> Any:
         world = self.world
         if isinstance(data, list | tuple):
             data = self._of_samples(data)

@@ -297,7 +297,7 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
             )
         engine.begin_fit(module, partial(_before_manual_step, run))
     else:
-        engine.begin_fit(module)
+        engine.begin_fit(module, before_step=None)
         optimizer = run.optimizers[0].optimizer if run.optimizers else None
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)

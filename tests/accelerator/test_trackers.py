@@ -171,7 +171,7 @@ def test_what_a_kill_leaves(run_dir: Path) -> None:
     program = """
 import os, signal, sys
 sys.path[:0] = sys.argv[1:3]
-from test_tracker_verbs import make
+from test_trackers import make
 accelerator = make(["csv", "jsonl", "tensorboard"], project_dir="runs")
 accelerator.init_trackers("x", init_kwargs={"tensorboard": {"max_queue": 1}})
 for step in range(20):
