@@ -2,57 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence
-from dataclasses import dataclass
-from dataclasses import field
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 from trainkit.checks import whole_number
-from trainkit.config.compiling import Compilation
-from trainkit.config.compiling import compilation_of
-from trainkit.config.compiling import refuse_compiled
+from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
-from trainkit.config.fsdp_plugin import ParallelismConfig
-from trainkit.config.kwargs_handlers import AORecipeKwargs
-from trainkit.config.kwargs_handlers import AutocastKwargs
-from trainkit.config.kwargs_handlers import DataLoaderConfiguration
-from trainkit.config.kwargs_handlers import DistributedDataParallelKwargs
-from trainkit.config.kwargs_handlers import GradScalerKwargs
-from trainkit.config.kwargs_handlers import GradientAccumulationPlugin
-from trainkit.config.kwargs_handlers import InitProcessGroupKwargs
-from trainkit.config.kwargs_handlers import ProfileKwargs
-from trainkit.config.kwargs_handlers import ProjectConfiguration
-from trainkit.config.kwargs_handlers import sorted_handlers
-from trainkit.config.settings import Plugin
-from trainkit.config.settings import Settings
-from trainkit.config.settings import debugging
-from trainkit.config.settings import inherited_settings
-from trainkit.distributed.requested_devices import RequestedDevices
-from trainkit.distributed.requested_devices import find_device
-from trainkit.errors import ConfigurationError
-from trainkit.errors import UnsupportedArgumentError
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainkit.config.kwargs_handlers import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    ProjectConfiguration,
+    sorted_handlers,
+)
+from trainkit.config.settings import Plugin, Settings, debugging, inherited_settings
+from trainkit.distributed.requested_devices import RequestedDevices, find_device
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.environment import DEVICE
-from trainkit.launch.joining import nodes
-from trainkit.launch.joining import processes
+from trainkit.launch.joining import nodes, processes
 from trainkit.launch.strategy_choice import choose_strategy
 from trainkit.loggers.trackers import check_trackers
-from trainkit.module.activation_checkpointing import CheckpointingChoice
-from trainkit.module.activation_checkpointing import checkpointing_choice
-from trainkit.module.activation_checkpointing import refuse_checkpointing
-from trainkit.module.activation_checkpointing import refuse_eager_backend
+from trainkit.module.activation_checkpointing import (
+    CheckpointingChoice,
+    checkpointing_choice,
+    refuse_checkpointing,
+    refuse_eager_backend,
+)
 from trainkit.names import refuse_unknown
-from trainkit.precision import MIXED
-from trainkit.precision import OVER_MASTERS
-from trainkit.precision import Precision
-from trainkit.precision import is_short
-from trainkit.registry import accepts_keyword
-from trainkit.registry import find_info
-from trainkit.registry import load
-from trainkit.registry import load_strategy
-from trainkit.registry import make_strategy
+from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
+from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
 from trainkit.strategy import Strategy
-from typing import Any
-import copy
 
 __all__ = ["Options", "check_steps", "resolve"]
 

@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import ExitStack
-from contextlib import suppress
-from trainkit.config.kwargs_handlers import ProjectConfiguration
-from trainkit.console import notice
-from trainkit.console import warn
-from trainkit.console import with_article
-from trainkit.errors import ConfigurationError
-from trainkit.errors import MetricError
-from trainkit.errors import MissingMethodError
-from trainkit.errors import MissingPackageError
-from trainkit.errors import UnknownNameError
-from trainkit.errors import UnsupportedArgumentError
-from trainkit.errors import nearest
-from trainkit.loggers.attach import attach
-from trainkit.loggers.base import Logger
-from trainkit.loggers.base import is_installed
-from trainkit.loggers.known_loggers import NotLoggedInError
-from trainkit.loggers.known_loggers import check_logger
-from trainkit.loggers.known_loggers import make_logger
-from trainkit.loggers.logged_values import as_step
-from trainkit.loggers.logged_values import number
-from trainkit.loggers.logger_setup import LOGGERS
-from trainkit.loggers.null_experiment import NullExperiment
-from trainkit.names import advice
-from trainkit.strategy import Strategy
-from trainkit.unsupported import ADVICE
-from typing import Any
 import functools
 import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from typing import Any
+
 import torch.distributed
 
-__all__ = ["ByTracker", "GeneralTracker", "LoggerTracker", "MLflowTracker", "Trackers", "WandBTracker", "check_trackers", "on_main_process", "tracker_of"]
+from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.console import notice, warn, with_article
+from trainkit.errors import (
+    ConfigurationError,
+    MetricError,
+    MissingMethodError,
+    MissingPackageError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+    nearest,
+)
+from trainkit.loggers.base import Logger, NullExperiment, is_installed
+from trainkit.loggers.logged_values import as_step, number
+from trainkit.loggers.logger_setup import LOGGERS, NotLoggedInError, attach, check_logger, make_logger
+from trainkit.names import advice, advice_by_place
+from trainkit.strategy import Strategy
+
+__all__ = [
+    "ByTracker",
+    "GeneralTracker",
+    "LoggerTracker",
+    "MLflowTracker",
+    "Trackers",
+    "WandBTracker",
+    "check_trackers",
+    "on_main_process",
+    "tracker_of",
+]
 
 ByTracker = Mapping[str, Mapping[str, Any]]
 """Arguments by the name of the tracker that they are for."""
