@@ -42,7 +42,7 @@ from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import advice, refuse_unknown
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import MIXED, OVER_MASTERS
-from trainkit.state.training_objects import check_names
+from trainkit.state.training_objects import check_components
 from trainkit.strategy import Strategy
 
 __all__ = ["Accelerator"]
@@ -1310,7 +1310,7 @@ class Accelerator:
         """
         unsupported = unknown if load_kwargs is None else {"load_kwargs": load_kwargs, **unknown}
         refuse_unknown("Accelerator.load_state", unsupported, ("input_dir", "restore", "strict", "resume_loaders"))
-        parts = check_names(restore, PARTS)
+        parts = check_components(restore, PARTS)
         self._checkpointing.load(self, input_dir, parts=parts, strict=strict, resume_loaders=resume_loaders)
 
     def resume_loaders(self) -> None:

@@ -2,61 +2,73 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
+from os import PathLike
+from pathlib import Path
+from torch import Tensor
+from torch import nn
+from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.accelerator.gradients import AccumulationState
+from trainkit.accelerator.prepared_models import PreparedObjects
+from trainkit.accelerator.prepared_models import user_model
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent
+from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
+from trainkit.checkpoint.commit import CommitResult
+from trainkit.checkpoint.folder import next_counter
+from trainkit.checkpoint.folder import remove
+from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.manifest import is_checkpoint
+from trainkit.checkpoint.plain_files import shard_size
+from trainkit.checkpoint.plain_files import write_object
+from trainkit.checkpoint.plain_files import write_weights
+from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint
+from trainkit.checkpoint.reader import inspect_checkpoint
+from trainkit.checkpoint.reader import read_on_all_ranks
+from trainkit.checkpoint.saver import Saver
+from trainkit.checkpoint.tensor_file import FiniteCheck
+from trainkit.checkpoint.urls import remote_sync
+from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.console import notice
+from trainkit.console import shortened
+from trainkit.console import warn
+from trainkit.data.loader import PreparedLoader
+from trainkit.distributed.world import World
+from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointNotFoundError
+from trainkit.errors import CheckpointWriteError
+from trainkit.errors import ConfigurationError
+from trainkit.errors import CorruptCheckpointError
+from trainkit.errors import StateMismatchError
+from trainkit.optim.parameter_names import clean_names
+from trainkit.optim.parameter_names import without_checkpoint_wrapper
+from trainkit.paths import local_path
+from trainkit.state.model import capture_model
+from trainkit.state.plan_checkpoint import plan_checkpoint
+from trainkit.state.pretrained import adapter_folders
+from trainkit.state.pretrained import has_adapters
+from trainkit.state.training_objects import SaveMode
+from trainkit.state.training_objects import TrainingObjects
+from trainkit.state.training_objects import capture
+from trainkit.state.training_objects import config_files
+from trainkit.state.training_objects import describe_move
+from trainkit.state.training_objects import manifest_fields
+from trainkit.state.training_objects import restore
+from trainkit.state.training_objects import with_trained_weights
+from trainkit.strategy import Strategy
+from trainkit.tagged_json.tensors import is_sharded_tensor
+from typing import Any
+from typing import TYPE_CHECKING
+from typing import cast
 import os
 import re
 import secrets
 import shutil
 import sys
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-from torch import Tensor, nn
-
-from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.accelerator.gradients import AccumulationState
-from trainkit.accelerator.prepared_models import PreparedObjects, user_model
-from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
-from trainkit.checkpoint.commit import CommitResult
-from trainkit.checkpoint.folder import next_counter, remove
-from trainkit.checkpoint.manifest import Manifest, is_checkpoint
-from trainkit.checkpoint.plain_files import shard_size, write_object, write_weights
-from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
-from trainkit.checkpoint.saver import Saver
-from trainkit.checkpoint.tensor_file import FiniteCheck
-from trainkit.checkpoint.urls import remote_sync
-from trainkit.config.kwargs_handlers import ProjectConfiguration
-from trainkit.console import notice, shortened, warn
-from trainkit.data.loader import PreparedLoader
-from trainkit.distributed.world import World
-from trainkit.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-    CheckpointWriteError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    StateMismatchError,
-)
-from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
-from trainkit.paths import local_path
-from trainkit.state.model import capture_model
-from trainkit.state.plan_checkpoint import plan_checkpoint
-from trainkit.state.pretrained import adapter_folders, has_adapters
-from trainkit.state.training_objects import (
-    Parts,
-    SaveMode,
-    about,
-    capture,
-    configurations,
-    moved,
-    restore,
-    with_trained_weights,
-)
-from trainkit.strategy import Strategy
-from trainkit.tagged_json.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator
@@ -244,11 +256,11 @@ class Checkpointing:
 
     # ------------------------------------------------------------------------------------------------------------- what
 
-    def _parts(self) -> Parts:
+    def _parts(self) -> TrainingObjects:
         prepared, strategy = self._prepared, self._strategy
         optimizers = [one.optimizer for one in prepared.optimizers]
         schedulers = [one.scheduler for one in prepared.schedulers]
-        return Parts(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
+        return TrainingObjects(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
 
     def _draft(self, loop: Accelerator, path: Path) -> CheckpointPlan:
         """The current state as a checkpoint that has not been written."""
@@ -274,7 +286,7 @@ class Checkpointing:
         def count() -> int:
             return next_counter(path.absolute().parent, self.run_id) if world.is_main else 0
 
-        described = about(
+        described = manifest_fields(
             self._strategy,
             taken,
             seed=loop.seed,
@@ -298,7 +310,7 @@ class Checkpointing:
         loaders = list(zip(self._prepared.loaders, positions, strict=False))
         starts = [loader.start_of(position) if resumes else None for loader, position in loaders]
         tensors = with_trained_weights(loaded.tensors, loaded.tensors.get("model", {}), state.get("user", {}))
-        restore(self._parts(), tensors, state, manifest.aliases, wanted=parts, what=str(path), strict=strict, keep=True)
+        restore(self._parts(), tensors, state, manifest.aliases, components=parts, what=str(path), strict=strict, keep=True)
         if "loaders" in parts:
             if positions and loop.seed != manifest.seed:
                 warn(
@@ -318,7 +330,7 @@ class Checkpointing:
                 thing.load_state_dict(saved)
         loop.open_loaders.loaded = True
         _report_restored(path, manifest.step, parts)
-        if text := moved(self._strategy, manifest):
+        if text := describe_move(self._strategy, manifest):
             notice(text)
         _report_loader_start(self._prepared.loaders)
 
@@ -577,7 +589,7 @@ class Saving:
         if any(is_sharded_tensor(tensor) for tensor in placeholders.values()):
             group.wait()  # they are gathered from all processes
         state = capture_model(model, placeholders=placeholders)
-        files, adapters, rank = configurations(state.configs), adapter_folders(state), world.rank
+        files, adapters, rank = config_files(state.configs), adapter_folders(state), world.rank
         checks = [FiniteCheck(dict.fromkeys(tensors, True)) for tensors, _ in adapters.values()] or [FiniteCheck(state.trained)]
 
         def write() -> None:

@@ -39,14 +39,14 @@ class CheckpointContent:
     """The content of a checkpoint to be saved. The tensors are those of the training, not copies.
 
     Attributes:
-        tensors: stem of the file ("model", "model_1", "optimizer") → name → tensor.
-        state: everything else, for `state.json` and `state.safetensors`; see `trainkit.tagged_json.codec` for the
+        tensors: Stem of the file ("model", "model_1", "optimizer") → name → tensor.
+        state: Everything else, for `state.json` and `state.safetensors`; see `trainkit.tagged_json.codec` for the
             supported types.
-        about: the fields of `Manifest` except `trainkit_version`, `saved_at`,
+        about: The fields of `Manifest` except `trainkit_version`, `saved_at`,
             `format_version` and `files`.
-        attachments: further files by name, such as `config.json`.
-        max_shard_size: maximum bytes of a file of tensors.
-        parameters: stem of the file → name of a parameter → whether it is trained; the manifest says whether they are finite.
+        attachments: Further files by name, such as `config.json`.
+        max_shard_size: Maximum bytes of a file of tensors.
+        parameters: Stem of the file → name of a parameter → whether it is trained; the manifest says whether they are finite.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -67,20 +67,20 @@ class CheckpointPlan:
     files. Everything else is written by the main process; other ranks only need the tensors and `about["run_id"]`.
 
     Args:
-        content: the content.
-        rank: the rank of this process.
-        ranks: the world size.
+        content: The content.
+        rank: The rank of this process.
+        ranks: The world size.
 
     Attributes:
-        run_id: the run that saves it.
-        sizes: name of the file → bytes. On the main process all files, manifest and digest included; on other ranks all files
+        run_id: The run that saves it.
+        sizes: Name of the file → bytes. On the main process all files, manifest and digest included; on other ranks all files
             of tensors.
-        size: the sum of `sizes`. The manifest has one byte more if a parameter is not finite.
-        layout: a digest of the layout of all files of tensors, to compare the ranks; "" if there is a single rank.
+        size: The sum of `sizes`. The manifest has one byte more if a parameter is not finite.
+        layout: A digest of the layout of all files of tensors, to compare the ranks; "" if there is a single rank.
 
     Raises:
-        UnsavableError: something in the content cannot be stored.
-        CheckpointError: two files would have the same name, or a name is not allowed on every system.
+        UnsavableError: Something in the content cannot be stored.
+        CheckpointError: Two files would have the same name, or a name is not allowed on every system.
     """
 
     def __init__(self, content: CheckpointContent, *, rank: int = 0, ranks: int = 1) -> None:
@@ -130,8 +130,8 @@ class CheckpointPlan:
         """The manifest of the written files, on the main process.
 
         Args:
-            digests: the SHA-256 of each file in `sizes` except manifest and digest.
-            finite: whether no rank has found a parameter that is not finite.
+            digests: The SHA-256 of each file in `sizes` except manifest and digest.
+            finite: Whether no rank has found a parameter that is not finite.
         """
         files = {name: replace(entry, sha256=digests[name]) for name, entry in self._manifest.files.items()}
         return replace(self._manifest, files=files, finite=finite)
@@ -263,15 +263,15 @@ class HostBuffers:
         """Copy every tensor of every file.
 
         Args:
-            files: file name → its layout, and its tensors by name.
-            take: returns the values of a tensor; called for all tensors in the order of the files.
+            files: File name → its layout, and its tensors by name.
+            take: Returns the values of a tensor; called for all tensors in the order of the files.
 
         Returns:
             file name → the bytes of its data part, in the memory of this object: valid until the next `copy` or `free`. A
             call for files of the same names and sizes allocates nothing.
 
         Raises:
-            UnsavableError: a tensor does not have the dtype or shape for which its file was planned.
+            UnsavableError: A tensor does not have the dtype or shape for which its file was planned.
         """
         sizes = {name: file.size - len(file.header) for name, (file, _) in files.items()}
         devices = {t.device for _, tensors in files.values() for t in tensors.values() if t.device.type == "cuda"}

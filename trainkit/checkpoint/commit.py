@@ -56,10 +56,10 @@ class CommitResult:
     """A checkpoint that was written; the same on all ranks except for `manifest`.
 
     Attributes:
-        path: its folder.
-        nonfinite: parameters that are not finite: the first few of each rank. Empty if all are finite.
-        kept: the checkpoint with finite parameters that it would have replaced otherwise; `None` if there was none.
-        manifest: as written, on the main process; `None` on other ranks.
+        path: Its folder.
+        nonfinite: Parameters that are not finite: the first few of each rank. Empty if all are finite.
+        kept: The checkpoint with finite parameters that it would have replaced otherwise; `None` if there was none.
+        manifest: As written, on the main process; `None` on other ranks.
     """
 
     path: Path
@@ -88,19 +88,19 @@ def commit(plan: CheckpointPlan, target: Path, *, replace: bool = False, group: 
     With several ranks, each writes and syncs the files of its `CheckpointPlan`, and the main process does the rest. Collective.
 
     Args:
-        plan: what to write.
-        target: the folder of the checkpoint, as given on the main process. A link is followed.
-        replace: replace an existing checkpoint once the new one is complete, so that one of the two exists at any time. If the
+        plan: What to write.
+        target: The folder of the checkpoint, as given on the main process. A link is followed.
+        replace: Replace an existing checkpoint once the new one is complete, so that one of the two exists at any time. If the
             file system cannot exchange two folders, the old one is renamed to `<name>.replaced` for a moment. Its files that
             do not belong to the checkpoint are kept. One whose parameters are finite, or that does not say, is not replaced
             by one that has others: the new one becomes `<name>-nonfinite`.
-        group: the ranks that write.
+        group: The ranks that write.
 
     Returns:
         What was written, and where.
 
     Raises:
-        CheckpointWriteError: it could not be written. What was written is removed; `target` is unchanged.
+        CheckpointWriteError: It could not be written. What was written is removed; `target` is unchanged.
         CheckpointError: `target` exists and is not a checkpoint, or `replace` is False. An error on one rank is raised on
             all ranks and names the rank.
     """
@@ -133,8 +133,8 @@ class _Commit:
     """The part of one rank in a commit.
 
     Attributes:
-        partial: the folder to which the checkpoint is written.
-        manifest: as written, on the main process.
+        partial: The folder to which the checkpoint is written.
+        manifest: As written, on the main process.
     """
 
     def __init__(self, plan: CheckpointPlan, target: Path, replace: bool, main: bool) -> None:
@@ -176,8 +176,8 @@ class _Commit:
         """After all ranks have written their files: write the manifest and rename the folder. Returns `path` and `kept`.
 
         Args:
-            digests: of the files of all ranks.
-            finite: whether all parameters are.
+            digests: Of the files of all ranks.
+            finite: Whether all parameters are.
         """
         if not self._main:
             return []

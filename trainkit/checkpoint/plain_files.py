@@ -52,7 +52,7 @@ def shard_size(size: int | str) -> int:
     """Bytes of a size such as `"5GB"` or `5_000_000_000`.
 
     Raises:
-        ConfigurationError: it is neither.
+        ConfigurationError: It is neither.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(size))
     if match and match[2].upper() in _UNITS and float(match[1]) > 0:
@@ -83,8 +83,8 @@ def write_weights(
         The paths of the written files.
 
     Raises:
-        CheckpointWriteError: the folder cannot be written, or the disk is full.
-        UnsavableError: the format does not support a tensor.
+        CheckpointWriteError: The folder cannot be written, or the disk is full.
+        UnsavableError: The format does not support a tensor.
     """
     files, index = plan_files(stem, tensors, max_shard_size)
     gathers = GatherOrder(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
@@ -127,7 +127,7 @@ def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]
     """Replace a file atomically: write a temporary one in the same folder, sync and rename it.
 
     Raises:
-        OSError: it cannot be written; `path` is unchanged.
+        OSError: It cannot be written; `path` is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:

@@ -42,15 +42,15 @@ def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[Chec
     """Call `work` on every rank of a group. Collective.
 
     Args:
-        group: the ranks.
-        work: returns JSON.
-        otherwise: the class of the error to raise if the error is not one of trainkit's.
+        group: The ranks.
+        work: Returns JSON.
+        otherwise: The class of the error to raise if the error is not one of trainkit's.
 
     Returns:
         The results of all ranks, in rank order.
 
     Raises:
-        TrainkitError: it failed on a rank. All ranks raise an error of the same class that names the rank, unless all failed
+        TrainkitError: It failed on a rank. All ranks raise an error of the same class that names the rank, unless all failed
             with the same error. An interrupt is raised unchanged on the rank where it occurred.
     """
     if group.size == 1:
@@ -97,9 +97,9 @@ def assign_to_ranks(sizes: Mapping[str, int], loads: list[int], whole_up_to: int
     """Assign each item to a rank, the largest first, always to the rank with the least bytes so far.
 
     Args:
-        sizes: name of the item → bytes.
-        loads: bytes that each rank has already; updated in place.
-        whole_up_to: items with no more bytes in total are all assigned to one rank.
+        sizes: Name of the item → bytes.
+        loads: Bytes that each rank has already; updated in place.
+        whole_up_to: Items with no more bytes in total are all assigned to one rank.
 
     Returns:
         rank → names, in the order of `sizes`, for ranks with items. The assignment does not depend on the order of
@@ -124,8 +124,8 @@ class GatherOrder:
     ranks alternate, so that each waits as little as possible for the others.
 
     Args:
-        rank: the rank of this process.
-        owned: for each rank, the tensors that it writes, in the order in which it writes them.
+        rank: The rank of this process.
+        owned: For each rank, the tensors that it writes, in the order in which it writes them.
     """
 
     def __init__(self, rank: int, owned: Sequence[Sequence[Tensor]]) -> None:

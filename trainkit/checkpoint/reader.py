@@ -355,13 +355,13 @@ def read_on_all_ranks(
     hashing them again.
 
     Args:
-        path: the checkpoint, as given on the main process.
-        group: the ranks.
-        choose: returns the stems to read, given the manifest; `None` for everything. It may raise.
-        mapped: see `Checkpoint.read`.
+        path: The checkpoint, as given on the main process.
+        group: The ranks.
+        choose: Returns the stems to read, given the manifest; `None` for everything. It may raise.
+        mapped: See `Checkpoint.read`.
 
     Raises:
-        CheckpointError: like `open_checkpoint` and `Checkpoint.read`, or the ranks see different checkpoints.
+        CheckpointError: Like `open_checkpoint` and `Checkpoint.read`, or the ranks see different checkpoints.
     """
     if group.size == 1:
         checkpoint = open_checkpoint(path)

@@ -57,8 +57,8 @@ class Saver:
     `poll` reports what this rank knows; other ranks may not know it yet.
 
     Args:
-        notify: called in the thread when `poll` has something to report.
-        group: the ranks that save together; used only by this object.
+        notify: Called in the thread when `poll` has something to report.
+        group: The ranks that save together; used only by this object.
     """
 
     def __init__(self, notify: Callable[[], None], group: ThreadExchange = _SINGLE_RANK) -> None:
@@ -83,17 +83,17 @@ class Saver:
         """Wait for the save in progress, then commit `plan` to `target`.
 
         Args:
-            plan: what to write.
-            target: the folder of the checkpoint.
-            blocking: write the tensors without a copy and return after the commit. False: copy them and return; the plan
+            plan: What to write.
+            target: The folder of the checkpoint.
+            blocking: Write the tensors without a copy and return after the commit. False: copy them and return; the plan
                 cannot be used again.
-            replace: see `commit`.
-            committed: called after the commit, in the same thread, with the result of the commit.
-            failed: called by `poll` with the error if the save or `committed` failed; without it `poll` raises
+            replace: See `commit`.
+            committed: Called after the commit, in the same thread, with the result of the commit.
+            failed: Called by `poll` with the error if the save or `committed` failed; without it `poll` raises
                 the error. Not used if `blocking`.
 
         Raises:
-            CheckpointError: the save failed (`blocking`), or an earlier one failed that had no `failed`.
+            CheckpointError: The save failed (`blocking`), or an earlier one failed that had no `failed`.
         """
         self.wait()
         target = Path(os.path.abspath(target))  # the working directory may change during the save
@@ -182,12 +182,12 @@ class SaveFolders:
     """The folders of one run, the same on all ranks. All methods are collective.
 
     Args:
-        world: the ranks.
-        name: a name that is unique for these ranks.
+        world: The ranks.
+        name: A name that is unique for these ranks.
 
     Attributes:
-        folders: the folders, in the order of the calls of `use`.
-        of_run: the default folder, `<the run's folder>/checkpoints`; `None` before it is known.
+        folders: The folders, in the order of the calls of `use`.
+        of_run: The default folder, `<the run's folder>/checkpoints`; `None` before it is known.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -205,8 +205,8 @@ class SaveFolders:
         """Save to a folder, as given on the main process. It is created when the run `begins <begin>`.
 
         Raises:
-            CheckpointWriteError: the folder exists, but is not writable or not the same on all ranks.
-            CheckpointLockedError: another live run saves to it.
+            CheckpointWriteError: The folder exists, but is not writable or not the same on all ranks.
+            CheckpointLockedError: Another live run saves to it.
         """
         path, there = run_on_all_ranks(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
         if Path(path) not in self.folders:
@@ -281,7 +281,7 @@ class SaveFolders:
         """The path for a checkpoint: `name` in the folder or, if that exists and is not to be replaced, another name.
 
         Raises:
-            CheckpointLockedError: another run has taken over a folder, since this one sent no heartbeat for too long.
+            CheckpointLockedError: Another run has taken over a folder, since this one sent no heartbeat for too long.
         """
 
         def choose() -> str | None:
@@ -323,7 +323,7 @@ def _probe(world: World, folder: Path) -> None:
     """Check that a folder is the same for all ranks, and that each can write to it.
 
     Raises:
-        CheckpointWriteError: it is not; the message names the ranks and their nodes.
+        CheckpointWriteError: It is not; the message names the ranks and their nodes.
     """
     probe = folder / world.from_main(f".probe.tmp-{secrets.token_hex(8)}")
     try:

@@ -74,10 +74,10 @@ class FiniteCheck:
     An infinite value of a parameter that is not trained, such as a mask, is meant; NaN never is.
 
     Args:
-        trained: the parameters, and whether each is trained; other tensors, such as buffers, are not checked.
+        trained: The parameters, and whether each is trained; other tensors, such as buffers, are not checked.
 
     Attributes:
-        found: the names of those that are not finite.
+        found: The names of those that are not finite.
     """
 
     def __init__(self, trained: Mapping[str, bool]) -> None:
@@ -112,17 +112,17 @@ def plan_files(
     """Plan one file of tensors, or several and an index.
 
     Args:
-        stem: the file is `stem.safetensors`; several are `stem-00001-of-0000n.safetensors`.
-        tensors: on any device, with any strides. Their values are not read.
-        max_shard_size: maximum bytes of a file. A larger tensor gets its own file.
-        groups: groups of names; tensors of different groups do not share a file. Default: a single group.
-        metadata: strings to store in each file, by name; see `metadata_in`.
+        stem: The file is `stem.safetensors`; several are `stem-00001-of-0000n.safetensors`.
+        tensors: On any device, with any strides. Their values are not read.
+        max_shard_size: Maximum bytes of a file. A larger tensor gets its own file.
+        groups: Groups of names; tensors of different groups do not share a file. Default: a single group.
+        metadata: Strings to store in each file, by name; see `metadata_in`.
 
     Returns:
         The layouts of the files, and the content of `stem.safetensors.index.json` if there are several.
 
     Raises:
-        UnsavableError: the format does not support a tensor; the message names it.
+        UnsavableError: The format does not support a tensor; the message names it.
     """
     if max_shard_size < 1:
         raise ConfigurationError(f"max_shard_size must be a positive number of bytes, got {max_shard_size!r}")
@@ -256,8 +256,8 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, s
     """Write a new file and sync it to the disk. Returns its size in bytes and its SHA-256.
 
     Raises:
-        FileExistsError: the path exists.
-        OSError: the file cannot be written; a part of it may be left behind.
+        FileExistsError: The path exists.
+        OSError: The file cannot be written; a part of it may be left behind.
     """
     # Hashed in this thread, where each piece is in the cache; another thread was slower on two busy cores.
     size, digest = 0, hashlib.sha256()
@@ -290,7 +290,7 @@ def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, T
     A tensor is copied only if it is not aligned, which does not happen in files of trainkit, or if the buffer is read-only.
 
     Raises:
-        CorruptCheckpointError: the header is malformed or does not match the file.
+        CorruptCheckpointError: The header is malformed or does not match the file.
     """
     view = memoryview(buffer).cast("B")
     header, _, length = _header(view, what)

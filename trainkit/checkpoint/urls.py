@@ -57,9 +57,9 @@ class RemoteCheckpoint:
     """A complete checkpoint at a URL.
 
     Attributes:
-        digest: the content of its `manifest.sha256`.
-        manifest: its manifest; `None` if that cannot be trusted.
-        problem: what is wrong with it; `None` if nothing was found.
+        digest: The content of its `manifest.sha256`.
+        manifest: Its manifest; `None` if that cannot be trusted.
+        problem: What is wrong with it; `None` if nothing was found.
     """
 
     digest: bytes
@@ -86,11 +86,11 @@ class RemoteFolder:
     """A folder at a URL, and its staging folder.
 
     Args:
-        local: the staging folder.
-        url: the URL, for messages.
+        local: The staging folder.
+        url: The URL, for messages.
 
     Raises:
-        CheckpointError: the URL cannot be opened: of methods too.
+        CheckpointError: The URL cannot be opened: of methods too.
     """
 
     def __init__(self, local: Path, url: str) -> None:
@@ -166,7 +166,7 @@ class RemoteFolder:
         If it is replaced or removed meanwhile, the upload is not completed: that change is uploaded next.
 
         Raises:
-            Exception: an error of the file system.
+            Exception: An error of the file system.
         """
         digest = checkpoint_identity(self.local)
         there = self.checkpoint()
@@ -213,8 +213,8 @@ class RemoteFolder:
         """Download the checkpoint, verified, in place of the local one, if there is one.
 
         Raises:
-            CorruptCheckpointError: it is damaged.
-            CheckpointError: it cannot be read.
+            CorruptCheckpointError: It is damaged.
+            CheckpointError: It cannot be read.
         """
         if there.manifest is None:
             raise CorruptCheckpointError(str(there.problem))
@@ -252,7 +252,7 @@ class RemoteFolder:
         """Download the file at the URL; nothing if there is none.
 
         Raises:
-            CheckpointError: it cannot be read.
+            CheckpointError: It cannot be read.
         """
         try:
             self._fs.invalidate_cache()
@@ -292,7 +292,7 @@ class RemoteFolder:
         """Upload a file of the staging folder.
 
         Args:
-            path: relative to the folder.
+            path: Relative to the folder.
         """
         self._fs.put_file(str(self.local / path), f"{self._root}/{path}")
 
@@ -358,11 +358,11 @@ class RemoteSync:
         """A run saves to a folder from now on. Its URL is listed now, and not again before `leave`.
 
         Args:
-            folder: the folder of checkpoints.
-            good: the checkpoints in it without a known problem. Those that an earlier run did not upload are uploaded.
+            folder: The folder of checkpoints.
+            good: The checkpoints in it without a known problem. Those that an earlier run did not upload are uploaded.
 
         Raises:
-            CheckpointError: the URL cannot be read.
+            CheckpointError: The URL cannot be read.
         """
         remote = remote_at(folder)
         if remote is None:
@@ -382,7 +382,7 @@ class RemoteSync:
         """The complete checkpoints at the URL of a folder, by name, without those of this process.
 
         Raises:
-            CheckpointError: the URL cannot be read.
+            CheckpointError: The URL cannot be read.
         """
         if folder in self._entered:
             return dict(self._entered[folder].checkpoints)
@@ -400,15 +400,15 @@ class RemoteSync:
         """Download the checkpoint or the file that a path stands for, unless the local one is the same or newer.
 
         Args:
-            path: the path.
-            again: the local one is damaged: replace it if the URL has the same one or a newer one.
+            path: The path.
+            again: The local one is damaged: replace it if the URL has the same one or a newer one.
 
         Returns:
             Whether a checkpoint was downloaded.
 
         Raises:
-            CorruptCheckpointError: it is damaged at the URL.
-            CheckpointError: the URL cannot be read, and there is no local one.
+            CorruptCheckpointError: It is damaged at the URL.
+            CheckpointError: The URL cannot be read, and there is no local one.
         """
         remote = remote_at(path)
         if remote is None:

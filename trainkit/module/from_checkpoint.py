@@ -34,7 +34,7 @@ from trainkit.names import advice, refuse_unknown
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
-from trainkit.state.training_objects import Parts, model_stems, restore, shown
+from trainkit.state.training_objects import TrainingObjects, checkpoint_for_hooks, model_stems, restore
 
 __all__ = [
     "NamedValues",
@@ -82,15 +82,15 @@ def build_from_checkpoint(
     if (configure := getattr(module, "configure_model", None)) is not None:
         configure()
         module.__dict__["_built"] = True  # a Trainer must not build it again
-    checkpoint_dict = shown(loaded.manifest.epoch, loaded.manifest.step, dict(loaded.tensors["model"]), state)
+    checkpoint_dict = checkpoint_for_hooks(loaded.manifest.epoch, loaded.manifest.step, dict(loaded.tensors["model"]), state)
     if (hook := getattr(module, "on_load_checkpoint", None)) is not None:
         hook(checkpoint_dict)
     restore(
-        Parts([module], [], [], Precision()),
+        TrainingObjects([module], [], [], Precision()),
         {"model": checkpoint_dict["state_dict"]},
         state,
         loaded.manifest.aliases,
-        wanted={"model"},
+        components={"model"},
         what=str(Path(path)),
         strict=getattr(module, "strict_loading", True) if strict is None else strict,
     )

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
 
 __all__ = [
+    "callbacks_by_key",
     "check_callbacks",
-    "keyed",
+    "explain_load_errors",
     "logger_states",
     "readable_key",
     "report_callbacks",
     "restore_callbacks",
     "restore_loggers",
-    "restoring",
 ]
 
 
@@ -39,17 +39,17 @@ def _state_or_error(logger: Logger) -> dict[str, Any] | OSError:
         return error
 
 
-def keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+def callbacks_by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """The callbacks by the key of their state; a second one with the same key gets a number."""
-    found: dict[str, Callback] = {}
+    by_key: dict[str, Callback] = {}
     for callback in callbacks:
         key = name = callback.state_key
         number = 1
-        while key in found:
+        while key in by_key:
             number += 1
             key = f"{name}#{number}"
-        found[key] = callback
-    return found
+        by_key[key] = callback
+    return by_key
 
 
 def readable_key(key: str) -> str:
@@ -72,7 +72,7 @@ def readable_key(key: str) -> str:
 
 
 @contextmanager
-def restoring(owner: Any, key: str, what: str) -> Iterator[None]:
+def explain_load_errors(owner: Any, key: str, what: str) -> Iterator[None]:
     """Raise an error that names the key in the state of the checkpoint if the owner of a state cannot load it.
 
     Raises:
@@ -95,10 +95,10 @@ def check_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any], wha
     Raises:
         CorruptCheckpointError: One has another kind than in the present state.
     """
-    for key, callback in keyed(callbacks).items():
+    for key, callback in callbacks_by_key(callbacks).items():
         if saved.get(key) and _is_ours(callback):
-            here = dict(callback.state_dict())
-            if (problem := kind_mismatch(saved[key], here, f"callbacks[{key!r}]", may_be_none=True)) is not None:
+            present = dict(callback.state_dict())
+            if (problem := kind_mismatch(saved[key], present, f"callbacks[{key!r}]", may_be_none=True)) is not None:
                 raise CorruptCheckpointError(f"{what}: {problem}. Fix: use another checkpoint.")
 
 
@@ -120,15 +120,15 @@ def restore_callbacks(
     Raises:
         CorruptCheckpointError: A callback cannot load its state.
     """
-    for key, callback in keyed(callbacks).items():
+    for key, callback in callbacks_by_key(callbacks).items():
         if saved.get(key) and of_trainkit in (None, _is_ours(callback)):
-            with restoring(callback, f"callbacks[{key!r}]", what):
+            with explain_load_errors(callback, f"callbacks[{key!r}]", what):
                 callback.load_state_dict(saved[key])
 
 
 def report_callbacks(callbacks: Sequence[Callback], saved: Mapping[str, Any]) -> None:
     """List callbacks without saved state and saved states without a callback."""
-    present = keyed(callbacks)
+    present = callbacks_by_key(callbacks)
     fresh = [readable_key(key) for key, callback in present.items() if key not in saved and callback.state_dict()]
     if fresh:
         notice(f"the checkpoint has no state for these callbacks, which start without it: {', '.join(fresh)}.")
@@ -144,5 +144,5 @@ def restore_loggers(loggers: Iterable[Logger], saved: Sequence[Mapping[str, Any]
         match = next((entry for entry in left if entry["kind"] == type(logger).__name__), None)
         if match is not None:
             left = [entry for entry in left if entry is not match]
-            with restoring(logger, f"loggers[{saved.index(match)}].state", what):
+            with explain_load_errors(logger, f"loggers[{saved.index(match)}].state", what):
                 logger.load_state_dict(match["state"])

@@ -34,12 +34,12 @@ class ModelState:
     """The state of a module in a checkpoint, with clean names.
 
     Attributes:
-        tensors: parameters and persistent buffers; after a capture they share the memory of the module.
-        aliases: name of a tied tensor → the name in `tensors`.
-        extra: the results of `get_extra_state`, and anything else in the state dict that is not a tensor.
+        tensors: Parameters and persistent buffers; after a capture they share the memory of the module.
+        aliases: Name of a tied tensor → the name in `tensors`.
+        extra: The results of `get_extra_state`, and anything else in the state dict that is not a tensor.
         trained: `requires_grad` of every parameter, stored or not. A restore does not change it for other parameters.
-        fingerprint: the fingerprint of the frozen parameters if they are not stored; `None` if all are stored.
-        configs: the configurations of `transformers` and PEFT models inside, see
+        fingerprint: The fingerprint of the frozen parameters if they are not stored; `None` if all are stored.
+        configs: The configurations of `transformers` and PEFT models inside, see
             `trainkit.state.pretrained.model_configs`.
     """
 
@@ -63,15 +63,15 @@ def capture_model(
     separately. A lazy parameter without a shape is not stored.
 
     Args:
-        module: the module; may be compiled or wrapped.
+        module: The module; may be compiled or wrapped.
         save: `"trainable"`: only the parameters that require a gradient, and the buffers.
-        fingerprint: for `"trainable"`, the result of `frozen_fingerprint` for the parameters that are frozen now;
+        fingerprint: For `"trainable"`, the result of `frozen_fingerprint` for the parameters that are frozen now;
             `None`: compute it.
         placeholders: `id(parameter)` → the tensor to store instead: a master copy, or a sharded tensor.
 
     Raises:
-        ConfigurationError: unknown `save`.
-        UnsavableError: two names differ only by the name of a wrapper, or a configuration is not JSON.
+        ConfigurationError: Unknown `save`.
+        UnsavableError: Two names differ only by the name of a wrapper, or a configuration is not JSON.
     """
     if save not in ("all", "trainable"):
         raise ConfigurationError(f"save must be 'all' or 'trainable', not {save!r}.")
@@ -115,20 +115,20 @@ def plan_model(
     is tied only here or only in the checkpoint is loaded if every name gets its value. `requires_grad` is restored.
 
     Args:
-        module: a module of the same structure; may be compiled or wrapped. Lazy parameters get their shapes.
-        state: the state; its tensors may be on any device and are copied.
-        strict: missing and unexpected names raise an error; False: they are skipped, with a notice.
-        what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
-        placeholders: see `capture_model`; their dtypes and shapes are compared.
-        load_placeholders: called with the values of the parameters in `placeholders`.
-        fold_masks: load the product of `weight_orig` and `weight_mask` into a model that has only `weight`.
+        module: A module of the same structure; may be compiled or wrapped. Lazy parameters get their shapes.
+        state: The state; its tensors may be on any device and are copied.
+        strict: Missing and unexpected names raise an error; False: they are skipped, with a notice.
+        what: What is loaded, for messages, such as `"the checkpoint step-00001200"`.
+        placeholders: See `capture_model`; their dtypes and shapes are compared.
+        load_placeholders: Called with the values of the parameters in `placeholders`.
+        fold_masks: Load the product of `weight_orig` and `weight_mask` into a model that has only `weight`.
 
     Returns:
         A function that loads the state and returns what the user should know, one sentence each.
 
     Raises:
-        StateMismatchError: the state does not fit; the message lists all mismatches, and nothing was changed.
-        CorruptCheckpointError: the state contradicts itself.
+        StateMismatchError: The state does not fit; the message lists all mismatches, and nothing was changed.
+        CorruptCheckpointError: The state contradicts itself.
     """
     _check_consistent(state, what)
     state = replace(state, trained={without_checkpoint_wrapper(name): trained for name, trained in state.trained.items()})
@@ -575,10 +575,10 @@ class _Renaming:
     """Something that renames parameters.
 
     Attributes:
-        by: what it is, for messages.
-        find: the original name of a parameter from one of its new names; `None`: it was not renamed by this. The second
+        by: What it is, for messages.
+        find: The original name of a parameter from one of its new names; `None`: it was not renamed by this. The second
             argument has all names.
-        apply: how to do it to a layer before loading; empty for a wrapper.
+        apply: How to do it to a layer before loading; empty for a wrapper.
     """
 
     by: str

@@ -58,11 +58,11 @@ class OptimizerState:
     """The state of an optimizer in a checkpoint.
 
     Attributes:
-        tensors: keys are `"<index>/<parameter>/<slot>"`, split at the first and the last `/`; item n of a list has the slot
+        tensors: Keys are `"<index>/<parameter>/<slot>"`, split at the first and the last `/`; item n of a list has the slot
             `<slot>.<n>`. After a capture the tensors are those of the optimizer, not copies.
-        described: everything else: the class, options and parameter names of the groups, slots that are not tensors, entries
+        described: Everything else: the class, options and parameter names of the groups, slots that are not tensors, entries
             of the whole optimizer. It is stored as tagged JSON.
-        irregular: the keys of tensors that are neither scalar nor of their parameter's shape, of items of lists, and
+        irregular: The keys of tensors that are neither scalar nor of their parameter's shape, of items of lists, and
             `"<index>//<entry>"` for entries of the whole optimizer.
     """
 
@@ -139,22 +139,22 @@ def plan_optimizer(
     parameters belong to the modules and to no other group.
 
     Args:
-        optimizer: an optimizer created like the saved one.
-        index: index of the optimizer in the run.
+        optimizer: An optimizer created like the saved one.
+        index: Index of the optimizer in the run.
         names: `trainkit.state.model.parameter_names` of the run's modules.
-        tensors: the tensors of all optimizers; they are copy_value, unless `keep`.
-        described: the saved `OptimizerState.described`.
-        parameter_dtypes: name → dtype of the parameter in the checkpoint.
-        what: what is loaded, for messages, such as `"the checkpoint step-00001200"`.
-        keep: the optimizer keeps suitable `tensors` instead of copying them. They must not be used elsewhere any more.
-        strict: other parameters raise an error; False: new parameters start without state.
+        tensors: The tensors of all optimizers; they are copy_value, unless `keep`.
+        described: The saved `OptimizerState.described`.
+        parameter_dtypes: Name → dtype of the parameter in the checkpoint.
+        what: What is loaded, for messages, such as `"the checkpoint step-00001200"`.
+        keep: The optimizer keeps suitable `tensors` instead of copying them. They must not be used elsewhere any more.
+        strict: Other parameters raise an error; False: new parameters start without state.
 
     Returns:
         A function that loads the state and returns what the user should know, one sentence each.
 
     Raises:
-        StateMismatchError: another class, other groups or shapes; the message lists all mismatches, and nothing was changed.
-        CorruptCheckpointError: the description is malformed or contradicts the tensors.
+        StateMismatchError: Another class, other groups or shapes; the message lists all mismatches, and nothing was changed.
+        CorruptCheckpointError: The description is malformed or contradicts the tensors.
     """
     saved = SavedOptimizer.read(described, tensors, index, what).with_names_of(set(names.values()))
     kind = _kind(optimizer)
@@ -472,9 +472,9 @@ class StoredSlots:
     """The slots that an optimizer keeps for one parameter.
 
     Attributes:
-        tensors: slot → tensor; item n of a list has the slot `<slot>.<n>`, and an inner tensor of a quantized one
+        tensors: Slot → tensor; item n of a list has the slot `<slot>.<n>`, and an inner tensor of a quantized one
             `<slot>.<name>`.
-        irregular: slots of tensors that are neither scalar nor of the parameter's shape, of items of lists, and of inner
+        irregular: Slots of tensors that are neither scalar nor of the parameter's shape, of items of lists, and of inner
             tensors.
         described: `{"values": {slot: value}, "lists": {slot: {"tuple": bool, "length": n, "values": {position: value}}},
             "quantized": {slot: {"class": name, "attributes": [value], "shape": shape}}, "irregular": [slot]}`, each omitted
@@ -571,12 +571,12 @@ class SavedOptimizer:
     """The checked content of `trainkit.state.optimizer.OptimizerState.described`, with the tensors.
 
     Attributes:
-        kind: the class.
-        groups: for each group the names of the parameters, and the options.
-        state: name of the parameter → its slots.
-        entries: state of the whole optimizer.
-        more: entries of the `state_dict` other than state and groups.
-        opaque: a whole `state_dict` that does not have torch's form.
+        kind: The class.
+        groups: For each group the names of the parameters, and the options.
+        state: Name of the parameter → its slots.
+        entries: State of the whole optimizer.
+        more: Entries of the `state_dict` other than state and groups.
+        opaque: A whole `state_dict` that does not have torch's form.
     """
 
     kind: str
@@ -768,7 +768,7 @@ def _join_quantized(about: dict[str, Any], inner: dict[str, Tensor]) -> Tensor:
     """The inverse of `_split_quantized`.
 
     Raises:
-        MissingPackageError: torchao is not installed.
+        MissingPackageError: Torchao is not installed.
     """
     try:
         kind = load(QUANTIZED_CLASSES[about["class"]][0])

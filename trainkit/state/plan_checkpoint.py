@@ -25,15 +25,15 @@ _READ_AT_ONCE = ("cpu", "cuda")
 
 
 def plan_checkpoint(world: World, content: CheckpointContent) -> CheckpointPlan:
-    """Create the draft of a content. Collective: an error on one rank is raised on all.
+    """Create the plan of a checkpoint. Collective: an error on one rank is raised on all.
 
     Raises:
-        UnsavableError: a value cannot be stored; names the path to it.
-        CheckpointWriteError: the position of a logger in its files is not known.
-        CheckpointError: ranks have different values of a parameter, or of the state of an optimizer.
+        UnsavableError: A value cannot be stored; names the path to it.
+        CheckpointWriteError: The position of a logger in its files is not known.
+        CheckpointError: Ranks have different values of a parameter, or of the state of an optimizer.
     """
-    drafts: list[CheckpointPlan] = []
-    own: dict[str, int] = {}
+    plans: list[CheckpointPlan] = []
+    own_sums: dict[str, int] = {}
 
     def create() -> list[Any]:
         for logger in content.state.get("loggers", ()):
@@ -43,40 +43,40 @@ def plan_checkpoint(world: World, content: CheckpointContent) -> CheckpointPlan:
                     f"{logger['state']}"
                 ) from logger["state"]
         try:
-            draft = CheckpointPlan(content, rank=world.rank, ranks=world.size)
+            plan = CheckpointPlan(content, rank=world.rank, ranks=world.size)
         except UnsavableError as error:
-            explained = _added_by_hooks(content.state)
-            if explained is None:
+            hook_error = _added_by_hooks(content.state)
+            if hook_error is None:
                 raise
-            raise explained from error
-        drafts.append(draft)
+            raise hook_error from error
+        plans.append(plan)
         if world.size > 1:
-            own.update(checksums(content))
-        return [draft.layout, sum(own.values())]
+            own_sums.update(checksums(content))
+        return [plan.layout, sum(own_sums.values())]
 
     planned = run_on_all_ranks(world, create)
-    if all(layout == drafts[0].layout for layout, _ in planned):  # otherwise `commit` says what differs
-        compare_ranks(world, [total for _, total in planned], own)
-    return drafts[0]
+    if all(layout == plans[0].layout for layout, _ in planned):  # otherwise `commit` says what differs
+        compare_ranks(world, [total for _, total in planned], own_sums)
+    return plans[0]
 
 
 def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
     """One error for all values that `on_save_checkpoint` added and that cannot be stored; `None` if all can be."""
     added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
-    given = state.get("hyper_parameters", {})  # only those that can be stored, and those that a hook has added
-    added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in given.items()}
-    refused = {place: problem for place, value in added.items() if (problem := unsavable(value, place)) is not None}
-    if not refused:
+    hparams = state.get("hyper_parameters", {})  # only those that can be stored, and those that a hook has added
+    added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in hparams.items()}
+    problems = {name: problem for name, value in added.items() if (problem := unsavable(value, name)) is not None}
+    if not problems:
         return None
-    place, (_, kind) = next(iter(refused.items()))
+    name, (_, kind) = next(iter(problems.items()))
     return UnsavableError(
         "on_save_checkpoint added values to the checkpoint that cannot be stored:\n  "
-        + "\n  ".join(text for text, _ in refused.values())
+        + "\n  ".join(text for text, _ in problems.values())
         + "\nA checkpoint can store numbers, strings, tensors, numpy arrays, lists and dicts, but no code. Fix, one of:\n"
-        f"  1. store its state, and load it in on_load_checkpoint: {place} = self.thing.state_dict()\n"
+        f"  1. store its state, and load it in on_load_checkpoint: {name} = self.thing.state_dict()\n"
         "  2. register its type once, where it is defined: "
         f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
-        f"  3. remove the line {place} = ..., and create the object again in setup or on_load_checkpoint"
+        f"  3. remove the line {name} = ..., and create the object again in setup or on_load_checkpoint"
     )
 
 
@@ -101,12 +101,12 @@ def compare_ranks(group: Group, totals: list[int], own: Mapping[str, int]) -> No
     """Check that all ranks have the same checksums. Collective only if they do not.
 
     Args:
-        group: the ranks.
-        totals: the sum of the `checksums` of each rank, in rank order.
-        own: the `checksums` of this rank.
+        group: The ranks.
+        totals: The sum of the `checksums` of each rank, in rank order.
+        own: The `checksums` of this rank.
 
     Raises:
-        CheckpointError: they differ; names the first tensor and the ranks.
+        CheckpointError: They differ; names the first tensor and the ranks.
     """
     if len(set(totals)) == 1:
         return
@@ -129,17 +129,17 @@ def compare_ranks(group: Group, totals: list[int], own: Mapping[str, int]) -> No
 
 def _compared(content: CheckpointContent) -> dict[str, Tensor]:
     models = content.state["models"]
-    found: dict[str, Tensor] = {}
+    compared: dict[str, Tensor] = {}
     for stem, tensors in content.tensors.items():
         first, _, number = stem.partition("_")
         parameters = models[int(number or 0)]["trained"] if first == "model" else tensors
         prefix = "" if stem == "model" else f"{stem}: "
-        found |= {
+        compared |= {
             f"{prefix}{name}": tensor
             for name, tensor in tensors.items()
             if name in parameters and not is_sharded_tensor(tensor)
         }
-    return found
+    return compared
 
 
 def _sum_of_words(tensor: Tensor, part: int | None) -> Tensor:

@@ -36,18 +36,18 @@ def model_configs(module: nn.Module) -> dict[str, dict[str, Any]]:
         adapter_config.json}}`; the model in it has its own entry. Models inside a `transformers` model have no entry.
 
     Raises:
-        UnsavableError: a configuration is not JSON.
+        UnsavableError: A configuration is not JSON.
     """
-    found = dict(_models(module, ""))
-    paths = clean_paths(module, found)
+    models = dict(_models(module, ""))
+    paths = clean_paths(module, models)
     configs = {}
-    for raw, part in found.items():
+    for raw, part in models.items():
         try:
             configs[paths[raw]] = _describe(part)
         except (TypeError, ValueError) as error:
-            place = f"{raw} ({type(part).__name__})" if raw else type(part).__name__
+            name = f"{raw} ({type(part).__name__})" if raw else type(part).__name__
             raise UnsavableError(
-                f"the configuration of {place} cannot be written as JSON: {error}. Fix: keep only numbers, strings, "
+                f"the configuration of {name} cannot be written as JSON: {error}. Fix: keep only numbers, strings, "
                 "lists and dicts in it."
             ) from error
     return configs
@@ -92,14 +92,14 @@ def _describe(module: Any) -> dict[str, Any]:
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
     generation: Any = getattr(module, "generation_config", None)
-    described = {
+    description = {
         "kind": "transformers",
         "config": config,
         "generation_config": json.loads(generation.to_json_string()) if _has(generation, "to_json_string") else None,
     }
     if getattr(module, "_hf_peft_config_loaded", False):
-        described["adapters"] = _adapters(module)
-    return described
+        description["adapters"] = _adapters(module)
+    return description
 
 
 def _adapters(module: Any) -> dict[str, Any]:
@@ -145,16 +145,16 @@ def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Map
     """The adapters of a model, and the prefix of PEFT's names for its parameters.
 
     Args:
-        configs: the configurations of the models in it, see `trainkit.state.configs.model_configs`.
+        configs: The configurations of the models in it, see `trainkit.state.configs.model_configs`.
 
     Returns:
         The configurations by name of the adapter; empty if the model itself is not a `PeftModel` and has no adapters added.
     """
-    own = configs.get("", {})
-    inside = own.get("kind") == "peft"
-    adapters = own.get("config") if inside else own.get("adapters")
-    known = {str(name): config for name, config in adapters.items()} if isinstance(adapters, Mapping) else {}
-    return known, "" if inside else "base_model.model."
+    of_model = configs.get("", {})
+    is_peft = of_model.get("kind") == "peft"
+    adapters = of_model.get("config") if is_peft else of_model.get("adapters")
+    by_name = {str(name): config for name, config in adapters.items()} if isinstance(adapters, Mapping) else {}
+    return by_name, "" if is_peft else "base_model.model."
 
 
 def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
@@ -166,7 +166,7 @@ def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, M
         adapters: The configurations of all adapters, by name.
 
     Raises:
-        ConfigurationError: trainkit does not know how this PEFT method names its parameters.
+        ConfigurationError: Trainkit does not know how this PEFT method names its parameters.
     """
     config, others = adapters[adapter], [name for name in adapters if name != adapter]
     method = str(config.get("peft_type"))
@@ -177,9 +177,9 @@ def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, M
             "save_pretrained(folder)"
         )
     prefixes = (_PREFIXES[method], *(("trainable_tokens_",) if config.get("trainable_token_indices") else ()))
-    own = [name for name in names if not any(f".{other}." in f"{name}." for other in others)]
-    found = {name: saved for name in own if (saved := _saved_name(name.split("."), adapter, prefixes)) is not None}
-    return found | _biases(names, [*found], str(config.get("bias", "none")))
+    of_adapter = [name for name in names if not any(f".{other}." in f"{name}." for other in others)]
+    saved_names = {name: saved for name in of_adapter if (saved := _saved_name(name.split("."), adapter, prefixes)) is not None}
+    return saved_names | _biases(names, [*saved_names], str(config.get("bias", "none")))
 
 
 def _saved_name(parts: list[str], adapter: str, prefixes: tuple[str, ...]) -> str | None:
@@ -193,20 +193,20 @@ def _saved_name(parts: list[str], adapter: str, prefixes: tuple[str, ...]) -> st
     if _TO_SAVE in parts and parts[parts.index(_TO_SAVE) + 1 :][:1] == [adapter]:
         at = parts.index(_TO_SAVE)
         return ".".join(parts[:at] + parts[at + 2 :])
-    for place in (len(parts) - 2, len(parts) - 1):
-        if place > 0 and parts[place] == adapter and parts[place - 1].startswith(prefixes):
-            kept = parts[:place] + parts[place + 1 :]
+    for index in (len(parts) - 2, len(parts) - 1):
+        if index > 0 and parts[index] == adapter and parts[index - 1].startswith(prefixes):
+            rest = parts[:index] + parts[index + 1 :]
             # DoRA's vector is saved without the name of the parameter that contains it
-            return ".".join(kept[:-1] if kept[-2:] == ["lora_magnitude_vector", "weight"] else kept)
+            return ".".join(rest[:-1] if rest[-2:] == ["lora_magnitude_vector", "weight"] else rest)
     return None
 
 
-def _biases(names: Collection[str], found: list[str], bias: str) -> dict[str, str]:
+def _biases(names: Collection[str], saved: list[str], bias: str) -> dict[str, str]:
     """The biases of the base model that are trained with the adapter."""
     if bias == "none":
         return {}
-    layers = tuple(f"{name.partition('.lora_')[0]}.base_layer." for name in found if ".lora_" in name)
-    return {n: n for n in names if n.endswith(".bias") and n not in found and (bias == "all" or n.startswith(layers))}
+    layers = tuple(f"{name.partition('.lora_')[0]}.base_layer." for name in saved if ".lora_" in name)
+    return {n: n for n in names if n.endswith(".bias") and n not in saved and (bias == "all" or n.startswith(layers))}
 
 
 def adapter_config(config: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bytes:
@@ -226,7 +226,7 @@ def adapter_folders(state: ModelState) -> dict[str, tuple[dict[str, Tensor], byt
         `adapter_config.json`; empty if the model itself has no adapters.
 
     Raises:
-        ConfigurationError: trainkit does not know how the PEFT method of an adapter names its parameters.
+        ConfigurationError: Trainkit does not know how the PEFT method of an adapter names its parameters.
     """
     adapters, start = adapters_of(state.configs)
     tensors = {**state.tensors, **{alias: state.tensors[stored] for alias, stored in state.aliases.items()}}

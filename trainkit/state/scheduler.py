@@ -49,13 +49,13 @@ def restore_scheduler(scheduler: Any, state: Mapping[str, Any], what: str = "the
     The learning rates are in the optimizer's groups: restore the optimizer, too.
 
     Args:
-        scheduler: a scheduler created like the saved one.
-        state: the result of `capture_scheduler`; it is copied.
-        what: what is loaded, for messages.
+        scheduler: A scheduler created like the saved one.
+        state: The result of `capture_scheduler`; it is copied.
+        what: What is loaded, for messages.
 
     Raises:
-        StateMismatchError: the scheduler has another class or other parts, or its `load_state_dict` fails. Nothing was changed.
-        CorruptCheckpointError: the state is malformed.
+        StateMismatchError: The scheduler has another class or other parts, or its `load_state_dict` fails. Nothing was changed.
+        CorruptCheckpointError: The state is malformed.
     """
     check_scheduler(scheduler, state, what)
     undo = _snapshot(_bare(scheduler))
@@ -127,35 +127,35 @@ def check_scheduler(
             theirs = (theirs[0], f"with the scheduler {key!r} in it")
     if theirs != ours:
         raise StateMismatchError(
-            f"{what} contains the state of {_as_call(*theirs)}, but this run has {_as_call(*ours)}. Nothing was changed. Fix: "
+            f"{what} contains the state of {_as_code(*theirs)}, but this run has {_as_code(*ours)}. Nothing was changed. Fix: "
             "build the same scheduler as when it was saved."
         )
-    if (problem := _odd_state(bare, state["state"], f"{where}.state")) is not None:
+    if (problem := _malformed_state(bare, state["state"], f"{where}.state")) is not None:
         raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed: {problem}. Fix: use another checkpoint.")
-    for key, own in state["inner"].items():
-        check_scheduler(getattr(bare, key), own, what, f"{where}.inner.{key}")
+    for key, inner in state["inner"].items():
+        check_scheduler(getattr(bare, key), inner, what, f"{where}.inner.{key}")
 
 
-def _odd_state(bare: Any, saved: Mapping[str, Any], path: str) -> str | None:
+def _malformed_state(bare: Any, saved: Mapping[str, Any], path: str) -> str | None:
     """What `load_state_dict` of torch's schedulers would accept, although the next step fails or computes something else."""
-    here = {key: _plain(value) for key, value in bare.state_dict().items() if not _contains_code(value)}
+    present = {key: _plain(value) for key, value in bare.state_dict().items() if not _contains_code(value)}
     torchs = is_of_torch(bare)
     if (
-        problem := kind_mismatch(dict(saved), here, path, may_be_none=not torchs, any_for_none=not torchs)
+        problem := kind_mismatch(dict(saved), present, path, may_be_none=not torchs, any_for_none=not torchs)
     ) is not None or not torchs:
         return problem
     for key, least in (("last_epoch", -1), ("_step_count", 0)):
         if saved.get(key, least) < least:
             return f"{path}[{key!r}]: expected a number ≥ {least}, got {saved[key]!r:.80}"
-    given = saved.get("lr_lambdas", ())
-    if any(value is not None and not isinstance(value, dict) for value in given):
-        return f"{path}['lr_lambdas']: expected null for a function, or a dict for an object, got {given!r:.80}"
+    lr_lambdas = saved.get("lr_lambdas", ())
+    if any(value is not None and not isinstance(value, dict) for value in lr_lambdas):
+        return f"{path}['lr_lambdas']: expected null for a function, or a dict for an object, got {lr_lambdas!r:.80}"
     return None
 
 
-def _as_call(name: str, chained: Any) -> str:
+def _as_code(name: str, chained: Any) -> str:
     if isinstance(chained, list) and chained:
-        return f"{name}({', '.join(_as_call(*part) if isinstance(part, list) and len(part) == 2 else '?' for part in chained)})"
+        return f"{name}({', '.join(_as_code(*part) if isinstance(part, list) and len(part) == 2 else '?' for part in chained)})"
     return f"{name} {chained}" if chained and isinstance(chained, str) else name
 
 

@@ -2,43 +2,59 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Iterator
+from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field
 from functools import partial
-from typing import Any, Literal
-
-from torch import Tensor, nn
+from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
-
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.console import counted, notice
+from trainkit.console import counted
+from trainkit.console import notice
 from trainkit.data.order import ORDER_VERSION
-from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
+from trainkit.errors import CorruptCheckpointError
+from trainkit.errors import StateMismatchError
+from trainkit.errors import UnknownNameError
+from trainkit.errors import nearest
 from trainkit.optim.optimizer_copy import StoredOptimizer
-from trainkit.optim.parameter_names import parameter_names, without_pruning
+from trainkit.optim.parameter_names import parameter_names
+from trainkit.optim.parameter_names import without_pruning
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
-from trainkit.state.model import ModelState, capture_model, plan_model
-from trainkit.state.optimizer import capture_optimizer, plan_optimizer, same_groups
-from trainkit.state.scheduler import capture_scheduler, check_scheduler, restore_scheduler
+from trainkit.state.model import ModelState
+from trainkit.state.model import capture_model
+from trainkit.state.model import plan_model
+from trainkit.state.optimizer import capture_optimizer
+from trainkit.state.optimizer import plan_optimizer
+from trainkit.state.optimizer import same_groups
+from trainkit.state.scheduler import capture_scheduler
+from trainkit.state.scheduler import check_scheduler
+from trainkit.state.scheduler import restore_scheduler
 from trainkit.strategy import Strategy
+from typing import Any
+from typing import Literal
+import json
 
 __all__ = [
     "TRAINED_WEIGHTS",
-    "Captured",
-    "Parts",
+    "CapturedState",
     "SaveMode",
-    "about",
+    "TrainingObjects",
     "capture",
-    "check_names",
-    "configurations",
+    "check_components",
+    "checkpoint_for_hooks",
+    "config_files",
+    "describe_move",
+    "manifest_fields",
     "model_stem",
     "model_stems",
-    "moved",
     "restore",
-    "shown",
     "trained_weights",
     "with_trained_weights",
 ]
@@ -55,7 +71,7 @@ _WITH_OPTIMIZER = ("optimizer", "scheduler")
 
 
 @dataclass
-class Parts:
+class TrainingObjects:
     """The user's own objects of one run."""
 
     models: Sequence[nn.Module]
@@ -66,16 +82,16 @@ class Parts:
 
 
 @dataclass
-class Captured:
-    """The captured state of `Parts`.
+class CapturedState:
+    """The captured state of `TrainingObjects`.
 
     Attributes:
-        tensors: stem of the file name → name → tensor; not copies.
-        state: everything that is not in files of tensors: extra state, groups, schedulers, the scaler.
-        parameters: stem → name of a parameter → whether it is trained.
-        aliases: stem → name of a tied parameter → the name that it is stored under.
-        irregular: optimizer slots that do not have the shape of their parameter.
-        attachments: further files of the checkpoint.
+        tensors: Stem of the file name → name → tensor; not copies.
+        state: Everything that is not in files of tensors: extra state, groups, schedulers, the scaler.
+        parameters: Stem → name of a parameter → whether it is trained.
+        aliases: Stem → name of a tied parameter → the name that it is stored under.
+        irregular: Optimizer slots that do not have the shape of their parameter.
+        attachments: Further files of the checkpoint.
     """
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -86,20 +102,20 @@ class Captured:
     attachments: dict[str, bytes] = field(default_factory=dict)
 
 
-def check_names(given: Collection[str] | None, known: Sequence[str]) -> set[str]:
-    """The parts to restore: those given, or all.
+def check_components(names: Collection[str] | None, known: Sequence[str]) -> set[str]:
+    """The components of a run to restore: those with these names, or all.
 
     Raises:
-        UnknownNameError: an unknown part.
+        UnknownNameError: An unknown component.
     """
-    wanted = set(known) if given is None else {given} if isinstance(given, str) else set(given)
-    for part in wanted:
-        if part not in known:
-            raise UnknownNameError(f"restore: unknown part {part!r}; known: {', '.join(known)}.{nearest(str(part), known)}")
-    return wanted
+    components = set(known) if names is None else {names} if isinstance(names, str) else set(names)
+    for name in components:
+        if name not in known:
+            raise UnknownNameError(f"restore: unknown part {name!r}; known: {', '.join(known)}.{nearest(str(name), known)}")
+    return components
 
 
-def shown(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
+def checkpoint_for_hooks(epoch: int, step: int, model: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[str, Any]:
     """The checkpoint that is passed to `on_save_checkpoint` and `on_load_checkpoint`, which may change it."""
     return {
         "epoch": epoch,
@@ -125,9 +141,9 @@ def with_trained_weights(
     """The tensors to continue training with, also without the callback that gave other weights to the model of the checkpoint.
 
     Args:
-        tensors: stem of the file name → name → tensor.
-        saved: the saved model; what a hook has changed since is kept.
-        added: what `on_save_checkpoint` added to the checkpoint.
+        tensors: Stem of the file name → name → tensor.
+        saved: The saved model; what a hook has changed since is kept.
+        added: What `on_save_checkpoint` added to the checkpoint.
     """
     trained, model = trained_weights(added), tensors.get("model")
     if model is None:
@@ -135,9 +151,9 @@ def with_trained_weights(
     return {**tensors, "model": {n: trained.get(n, value) if value is saved.get(n) else value for n, value in model.items()}}
 
 
-def about(
+def manifest_fields(
     strategy: Strategy,
-    taken: Captured,
+    captured: CapturedState,
     *,
     seed: int,
     run_id: str,
@@ -167,17 +183,18 @@ def about(
         "contents": {"model": save, "optimizer": not weights_only, "resumable": not weights_only},
         "metrics": {name: float(value) for name, value in (metrics or {}).items()},
         "saved_by": saved_by,
-        "aliases": taken.aliases,
-        "irregular": taken.irregular,
+        "aliases": captured.aliases,
+        "irregular": captured.irregular,
     }
 
 
-def moved(strategy: Strategy, manifest: Manifest) -> str | None:
+def describe_move(strategy: Strategy, manifest: Manifest) -> str | None:
     """That a checkpoint was saved by another strategy or on another number of devices; `None` if it was not."""
-    here, saved = (strategy.name, strategy.world_size), (manifest.strategy, manifest.world_size)
-    if here == saved:
+    present = strategy.name, strategy.world_size
+    saved = manifest.strategy, manifest.world_size
+    if present == saved:
         return None
-    places = (f"strategy={name!r} on {counted(size, 'device')}" for name, size in (saved, here))
+    places = (f"strategy={name!r} on {counted(size, 'device')}" for name, size in (saved, present))
     return "the checkpoint was saved with {}; this run uses {}.".format(*places)
 
 
@@ -193,68 +210,72 @@ def model_stems(files: Collection[str]) -> set[str]:
 
 
 def capture(
-    parts: Parts, *, save: SaveMode = "all", weights_only: bool = False, fingerprints: Mapping[int, str] | None = None
-) -> Captured:
+    objects: TrainingObjects,
+    *,
+    save: SaveMode = "all",
+    weights_only: bool = False,
+    fingerprints: Mapping[int, str] | None = None,
+) -> CapturedState:
     """Capture the parts for a checkpoint.
 
     Args:
-        parts: the objects.
-        save: all parameters, or the trainable ones.
-        weights_only: skip optimizers, schedulers and the loss scale.
-        fingerprints: index of the model → known fingerprint of its frozen parameters.
+        objects: The objects.
+        save: All parameters, or the trainable ones.
+        weights_only: Skip optimizers, schedulers and the loss scale.
+        fingerprints: Index of the model → known fingerprint of its frozen parameters.
     """
-    taken = Captured()
+    captured = CapturedState()
     models: list[dict[str, Any]] = []
-    for number, model in enumerate(parts.models):
-        placeholders = parts.strategy.stored_weights(model)
-        state = capture_model(model, save, (fingerprints or {}).get(number), placeholders)
+    for number, model in enumerate(objects.models):
+        placeholders = objects.strategy.stored_weights(model)
+        model_state = capture_model(model, save, (fingerprints or {}).get(number), placeholders)
         stem = model_stem(number)
-        taken.tensors[stem], taken.aliases[stem] = state.tensors, state.aliases
+        captured.tensors[stem] = model_state.tensors
+        captured.aliases[stem] = model_state.aliases
         # a callback may save a pruned parameter under its original name
-        original = {without_pruning(name, state.tensors): trained for name, trained in state.trained.items()}
-        taken.parameters[stem] = state.trained | original
-        models.append(
-            {"extra": state.extra, "trained": state.trained, "fingerprint": state.fingerprint, "configs": state.configs}
-        )
-    taken.state["models"] = models
+        original = {without_pruning(name, model_state.tensors): trained for name, trained in model_state.trained.items()}
+        captured.parameters[stem] = model_state.trained | original
+        models.append({key: getattr(model_state, key) for key in ("extra", "trained", "fingerprint", "configs")})
+    captured.state["models"] = models
     if len(models) == 1:
-        taken.attachments = configurations(models[0]["configs"])
+        captured.attachments = config_files(models[0]["configs"])
     if weights_only:
-        return taken
-    names = parameter_names(parts.models)
-    tensors = taken.tensors["optimizer"] = {}
-    taken.state["optimizers"] = []
-    for index, optimizer in enumerate(parts.optimizers):
-        stored = parts.strategy.stored_optimizer(optimizer)
-        own = capture_optimizer(
-            *((optimizer, index, names) if stored is None else (stored.optimizer, index, stored.names(names)))
-        )
-        tensors.update(own.tensors)
-        taken.state["optimizers"].append(own.described)
-        taken.irregular += own.irregular
-    taken.state["schedulers"] = [capture_scheduler(scheduler) for scheduler in parts.schedulers]
-    parts.precision.settle()
-    scaler = parts.precision.scaler
-    taken.state["scaler"] = None if scaler is None else scaler.state_dict()
-    return taken
+        return captured
+    names = parameter_names(objects.models)
+    tensors = captured.tensors["optimizer"] = {}
+    captured.state["optimizers"] = []
+    for index, optimizer in enumerate(objects.optimizers):
+        stored = objects.strategy.stored_optimizer(optimizer)
+        if stored is None:
+            state = capture_optimizer(optimizer, index, names)
+        else:
+            state = capture_optimizer(stored.optimizer, index, stored.names(names))
+        tensors.update(state.tensors)
+        captured.state["optimizers"].append(state.described)
+        captured.irregular += state.irregular
+    captured.state["schedulers"] = [capture_scheduler(scheduler) for scheduler in objects.schedulers]
+    objects.precision.settle()
+    scaler = objects.precision.scaler
+    captured.state["scaler"] = None if scaler is None else scaler.state_dict()
+    return captured
 
 
-def configurations(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
+def config_files(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
     """The files with which `transformers` can open the folder, if the model itself is one of its models."""
-    own = configs.get("")
-    if own is None or own["kind"] != "transformers":
+    of_model = configs.get("")
+    if of_model is None or of_model["kind"] != "transformers":
         return {}
-    files = {"config.json": own["config"], "generation_config.json": own.get("generation_config")}
+    files = {"config.json": of_model["config"], "generation_config.json": of_model.get("generation_config")}
     return {name: json.dumps(value, indent=2).encode() for name, value in files.items() if value is not None}
 
 
 def restore(
-    parts: Parts,
+    objects: TrainingObjects,
     tensors: Mapping[str, Mapping[str, Tensor]],
     state: Mapping[str, Any],
     aliases: Mapping[str, Mapping[str, str]],
     *,
-    wanted: Collection[str],
+    components: Collection[str],
     what: str,
     strict: bool = True,
     keep: bool = False,
@@ -262,57 +283,57 @@ def restore(
     """Restore the result of `capture`.
 
     Args:
-        parts: the objects.
-        tensors: stem of the file name → name → tensor.
-        state: the saved `Captured.state`.
-        aliases: the saved `Captured.aliases`.
-        wanted: the parts to restore: "model", "optimizer", "scheduler", "scaler"; other parts only occur in messages.
-        what: the checkpoint, for messages.
-        strict: missing and unexpected names in a model raise an error; False: a notice lists them, and optimizers start without
+        objects: The objects.
+        tensors: Stem of the file name → name → tensor.
+        state: The saved `CapturedState.state`.
+        aliases: The saved `CapturedState.aliases`.
+        components: The parts to restore: "model", "optimizer", "scheduler", "scaler"; other parts only occur in messages.
+        what: The checkpoint, for messages.
+        strict: Missing and unexpected names in a model raise an error; False: a notice lists them, and optimizers start without
             state for new parameters.
-        keep: optimizers may keep `tensors` instead of copying them, since they are not used elsewhere any more.
+        keep: Optimizers may keep `tensors` instead of copying them, since they are not used elsewhere any more.
 
     Raises:
-        StateMismatchError: something does not fit; the message lists all mismatches.
+        StateMismatchError: Something does not fit; the message lists all mismatches.
     """
-    _check_present(state, wanted, what)
+    _check_present(state, components, what)
     # everything is compared before anything is changed
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []
-    if "model" in wanted:
-        loads += _plan_models(parts, tensors, state, aliases, wanted, what, strict)
-    if "optimizer" in wanted:
-        with _advised(wanted, *_WITH_OPTIMIZER):
-            plans, regrouped = _plan_optimizers(parts, tensors, state, what, strict, keep)
-        loads += [partial(_load_advised, plan, wanted) for plan in plans]
-    if "scheduler" in wanted:
-        with _advised(wanted, "scheduler"):
-            _check_schedulers(parts, state, what, regrouped)
+    if "model" in components:
+        loads += _plan_models(objects, tensors, state, aliases, components, what, strict)
+    if "optimizer" in components:
+        with _with_advice(components, *_WITH_OPTIMIZER):
+            plans, regrouped = _plan_optimizers(objects, tensors, state, what, strict, keep)
+        loads += [partial(_load_with_advice, plan, components) for plan in plans]
+    if "scheduler" in components:
+        with _with_advice(components, "scheduler"):
+            _check_schedulers(objects, state, what, regrouped)
     notices = [text for load in loads for text in load()]
-    parts.strategy.restored(parts.optimizers if "optimizer" in wanted else ())
-    if "scheduler" in wanted:
-        for scheduler, own in zip(parts.schedulers, state["schedulers"], strict=True):
-            with _advised(wanted, "scheduler"):
-                restore_scheduler(scheduler, own, what)
-    if "scaler" in wanted:
-        notices += _restore_scaler(parts.precision, state.get("scaler"))
+    objects.strategy.restored(objects.optimizers if "optimizer" in components else ())
+    if "scheduler" in components:
+        for scheduler, saved in zip(objects.schedulers, state["schedulers"], strict=True):
+            with _with_advice(components, "scheduler"):
+                restore_scheduler(scheduler, saved, what)
+    if "scaler" in components:
+        notices += _restore_scaler(objects.precision, state.get("scaler"))
     for text in notices:
         notice(text)
 
 
-def _check_present(state: Mapping[str, Any], wanted: Collection[str], what: str) -> None:
+def _check_present(state: Mapping[str, Any], components: Collection[str], what: str) -> None:
     for part, key in (("model", "models"), ("optimizer", "optimizers"), ("scheduler", "schedulers")):
-        if part in wanted and key not in state:
+        if part in components and key not in state:
             raise CorruptCheckpointError(f"{what}: state.json has no {key!r}. Fix: use another checkpoint.")
 
 
 @contextmanager
-def _advised(wanted: Collection[str], *parts: str) -> Iterator[None]:
+def _with_advice(components: Collection[str], *parts: str) -> Iterator[None]:
     """Add to an error how to restore all other parts."""
     try:
         yield
     except (StateMismatchError, CorruptCheckpointError) as error:
-        left = [part for part in _ORDER if part in wanted and part not in parts]
+        left = [part for part in _ORDER if part in components and part not in parts]
         if not left:
             raise
         without = " and ".join({"optimizer": "the optimizers", "scheduler": "the schedulers"}[part] for part in parts)
@@ -321,36 +342,40 @@ def _advised(wanted: Collection[str], *parts: str) -> Iterator[None]:
 
 
 def _plan_models(
-    parts: Parts,
+    objects: TrainingObjects,
     tensors: Mapping[str, Mapping[str, Tensor]],
     state: Mapping[str, Any],
     aliases: Mapping[str, Mapping[str, str]],
-    wanted: Collection[str],
+    components: Collection[str],
     what: str,
     strict: bool,
 ) -> Iterator[Callable[[], list[str]]]:
-    _same_number("models", parts.models, state["models"], what)
-    for number, (model, own) in enumerate(zip(parts.models, state["models"], strict=True)):
+    _same_number("models", objects.models, state["models"], what)
+    for number, (model, saved) in enumerate(zip(objects.models, state["models"], strict=True)):
         stem = model_stem(number)
         # requires_grad belongs to a run, not to weights; but for adapters it shows which parameters are stored
-        trained = own["trained"] if "optimizer" in wanted or own["fingerprint"] is not None else {}
+        trained = saved["trained"] if "optimizer" in components or saved["fingerprint"] is not None else {}
         model_state = ModelState(
             dict(tensors[stem]),
             dict(aliases.get(stem, {})),
-            own.get("extra", {}),
+            saved.get("extra", {}),
             trained,
-            own["fingerprint"],
-            own.get("configs", {}),
+            saved["fingerprint"],
+            saved.get("configs", {}),
         )
-        placeholders, take = parts.strategy.stored_weights(model), parts.strategy.load_weights
-        folds = "optimizer" not in wanted  # a run that continues needs the masks
         yield plan_model(
-            model, model_state, strict=strict, what=what, placeholders=placeholders, load_placeholders=take, fold_masks=folds
+            model,
+            model_state,
+            strict=strict,
+            what=what,
+            placeholders=objects.strategy.stored_weights(model),
+            load_placeholders=objects.strategy.load_weights,
+            fold_masks="optimizer" not in components,  # a run that continues needs the masks
         )
 
 
 def _plan_optimizers(
-    parts: Parts,
+    objects: TrainingObjects,
     tensors: Mapping[str, Mapping[str, Tensor]],
     state: Mapping[str, Any],
     what: str,
@@ -358,47 +383,47 @@ def _plan_optimizers(
     keep: bool,
 ) -> tuple[list[Callable[[], list[str]]], list[int]]:
     """Functions that load them, and the indices of those whose groups differ from the saved ones, without `strict`."""
-    _same_number("optimizers", parts.optimizers, state["optimizers"], what)
+    _same_number("optimizers", objects.optimizers, state["optimizers"], what)
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []
-    names = parameter_names(parts.models)
+    names = parameter_names(objects.models)
     dtypes = {
         (f"{model_stem(n)}/" if n else "") + without_pruning(name, tensors[model_stem(n)]): tensor.dtype
-        for n in range(len(parts.models))
+        for n in range(len(objects.models))
         for name, tensor in tensors[model_stem(n)].items()
     }
     slots = tensors.get("optimizer", {})
-    for index, (optimizer, described) in enumerate(zip(parts.optimizers, state["optimizers"], strict=True)):
-        stored = parts.strategy.stored_optimizer(optimizer)
+    for index, (optimizer, described) in enumerate(zip(objects.optimizers, state["optimizers"], strict=True)):
+        stored = objects.strategy.stored_optimizer(optimizer)
         if stored is not None:
             stored.check(described, what)
         whole, own_names = (optimizer, names) if stored is None else (stored.optimizer, stored.names(names))
         keeps = keep or stored is not None
         plan = plan_optimizer(whole, index, own_names, slots, described, dtypes, what, keep=keeps, strict=strict)
-        loads.append(plan if stored is None else partial(_load_stored, parts.strategy, optimizer, stored, plan))
+        loads.append(plan if stored is None else partial(_load_stored, objects.strategy, optimizer, stored, plan))
         if not strict and not same_groups(whole, own_names, described):
             regrouped.append(index)
     return loads, regrouped
 
 
-def _check_schedulers(parts: Parts, state: Mapping[str, Any], what: str, regrouped: Sequence[int]) -> None:
+def _check_schedulers(objects: TrainingObjects, state: Mapping[str, Any], what: str, regrouped: Sequence[int]) -> None:
     """Check the classes of the schedulers, and that their learning rates belong to the same parameter groups.
 
     Raises:
-        StateMismatchError: they do not match.
+        StateMismatchError: They do not match.
     """
-    _same_number("schedulers", parts.schedulers, state["schedulers"], what)
-    for number, (scheduler, own) in enumerate(zip(parts.schedulers, state["schedulers"], strict=True)):
-        check_scheduler(scheduler, own, what, f"schedulers[{number}]")
-    if regrouped and parts.schedulers:
+    _same_number("schedulers", objects.schedulers, state["schedulers"], what)
+    for number, (scheduler, saved) in enumerate(zip(objects.schedulers, state["schedulers"], strict=True)):
+        check_scheduler(scheduler, saved, what, f"schedulers[{number}]")
+    if regrouped and objects.schedulers:
         raise StateMismatchError(
             f"{what}: the parameter groups of optimizer {regrouped[0]} differ from the saved ones, and the saved schedulers "
             "have a learning rate for each saved group. Nothing was changed. Fix: build the groups as they were saved."
         )
 
 
-def _load_advised(plan: Callable[[], list[str]], wanted: Collection[str]) -> list[str]:
-    with _advised(wanted, *_WITH_OPTIMIZER):
+def _load_with_advice(plan: Callable[[], list[str]], components: Collection[str]) -> list[str]:
+    with _with_advice(components, *_WITH_OPTIMIZER):
         return plan()
 
 

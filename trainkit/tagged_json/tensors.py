@@ -43,7 +43,7 @@ class ShardedTensor(Tensor):
     """A tensor of a checkpoint that is sharded over the ranks: its shape and dtype on the meta device, and how to gather it.
 
     Attributes:
-        collect: collective; called on all ranks with the rank that needs the tensor. Returns the tensor there and `None` on
+        collect: Collective; called on all ranks with the rank that needs the tensor. Returns the tensor there and `None` on
             the others. With `None` instead of a rank it returns the tensor on all ranks.
     """
 

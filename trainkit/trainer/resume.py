@@ -2,40 +2,57 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
+from collections.abc import Collection
+from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
 from torch import Tensor
-
-from trainkit.checkpoint.folder import ListedCheckpoint, candidates, pointed_to
+from trainkit.checkpoint.folder import ListedCheckpoint
+from trainkit.checkpoint.folder import candidates
+from trainkit.checkpoint.folder import pointed_to
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint
+from trainkit.checkpoint.reader import read_on_all_ranks
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.checks import real_number
-from trainkit.console import counted, notice, shortened, warn
+from trainkit.console import counted
+from trainkit.console import notice
+from trainkit.console import shortened
+from trainkit.console import warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.distributed.world import World
-from trainkit.errors import (
-    CheckpointError,
-    CheckpointLockedError,
-    CheckpointNotFoundError,
-    ConfigurationError,
-    CorruptCheckpointError,
-    UnknownNameError,
-    nearest,
-)
+from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointLockedError
+from trainkit.errors import CheckpointNotFoundError
+from trainkit.errors import ConfigurationError
+from trainkit.errors import CorruptCheckpointError
+from trainkit.errors import UnknownNameError
+from trainkit.errors import nearest
 from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.callback_state import check_callbacks
-from trainkit.state.training_objects import Parts, check_names, model_stems, moved, restore, shown, with_trained_weights
-from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
-from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
+from trainkit.state.training_objects import TrainingObjects
+from trainkit.state.training_objects import check_components
+from trainkit.state.training_objects import checkpoint_for_hooks
+from trainkit.state.training_objects import describe_move
+from trainkit.state.training_objects import model_stems
+from trainkit.state.training_objects import restore
+from trainkit.state.training_objects import with_trained_weights
+from trainkit.trainer.run_folder import Places
+from trainkit.trainer.run_folder import checkpoint_places
+from trainkit.trainer.run_folder import folder_of_run
+from trainkit.trainer.run_state import parts_of
+from trainkit.trainer.run_state import restore_loop
+from trainkit.trainer.run_state import restore_run
+from typing import Any
+from typing import NamedTuple
+from typing import TYPE_CHECKING
+import itertools
+import os
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -440,7 +457,7 @@ def check_restore(
         raise ConfigurationError(
             f"overrides must be a dict of optimizer options, not {overrides!r}. For example: {{'lr': 1e-4}}"
         )
-    return check_names(given, PARTS)
+    return check_components(given, PARTS)
 
 
 def _check_path(ckpt_path: Any) -> None:
@@ -643,7 +660,7 @@ def _has_its_log(run: Run, found: FoundCheckpoint) -> bool:
 
 def _note_moved(run: Run, manifest: Manifest, loop: bool) -> None:
     """One notice if the checkpoint was saved by another strategy or on another number of devices."""
-    text, size = moved(run.strategy, manifest), run.strategy.world_size
+    text, size = describe_move(run.strategy, manifest), run.strategy.world_size
     if text is None:
         return
     if loop and size != manifest.world_size and run.arguments.global_batch_size is None:
@@ -702,7 +719,7 @@ def restore_fit(run: Run, training: Training, wanted: set[str], overrides: Mappi
     parts = parts_of(run)
     aliases, what = loaded.manifest.aliases, str(found.path)
     strict = strict and run.module.strict_loading
-    restore_parts = partial(restore, parts, tensors, state, aliases, wanted=wanted, what=what, strict=strict, keep=True)
+    restore_parts = partial(restore, parts, tensors, state, aliases, components=wanted, what=what, strict=strict, keep=True)
     state = {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state
     restore_run(run, state, wanted, what, restore_parts)
     if overrides and not found.restart:  # a restarted run has them already
@@ -719,7 +736,7 @@ def restore_fit(run: Run, training: Training, wanted: set[str], overrides: Mappi
 def _run_load_hooks(run: Run, loaded: LoadedCheckpoint) -> dict[str, Any]:
     """Show the checkpoint to the hooks before it is loaded; they may change `state_dict`."""
     manifest = loaded.manifest
-    seen = shown(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
+    seen = checkpoint_for_hooks(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
     run.hooks.run("on_load_checkpoint", seen)
     return seen
 
@@ -731,14 +748,14 @@ def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = Tru
         return
     loaded, run.ckpt_path = found.loaded, str(found.path)
     seen = _run_load_hooks(run, loaded)
-    parts = Parts([run.module], [], [], run.strategy.precision, run.strategy)
+    parts = TrainingObjects([run.module], [], [], run.strategy.precision, run.strategy)
     tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)
     strict = strict and run.module.strict_loading
-    restore(parts, tensors, loaded.state, aliases, wanted={"model"}, what=what, strict=strict)
+    restore(parts, tensors, loaded.state, aliases, components={"model"}, what=what, strict=strict)
     notice(f"weights of {found}.")
 
 
-def _override(parts: Parts, overrides: Mapping[str, Any]) -> None:
+def _override(parts: TrainingObjects, overrides: Mapping[str, Any]) -> None:
     """Replace restored options of the optimizers' parameter groups."""
     for name, value in overrides.items():
         known = sorted({key for o in parts.optimizers for group in o.param_groups for key in group if key != "params"})

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.metrics.sync import gather_states, merge_states
 from trainkit.module.hparams import StorableHyperParameters, omegaconf_names
-from trainkit.state.callback_state import keyed, logger_states, report_callbacks, restore_callbacks, restore_loggers, restoring
-from trainkit.state.training_objects import Parts
+from trainkit.state.callback_state import (
+    callbacks_by_key,
+    explain_load_errors,
+    logger_states,
+    report_callbacks,
+    restore_callbacks,
+    restore_loggers,
+)
+from trainkit.state.training_objects import TrainingObjects
 from trainkit.trainer.progress import Phase, Stop
 
 if TYPE_CHECKING:
@@ -19,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = ["capture_run", "parts_of", "restore_loop", "restore_run"]
 
 
-def parts_of(run: Run) -> Parts:
+def parts_of(run: Run) -> TrainingObjects:
     """What is trained."""
     schedulers = [config.scheduler for config in run.schedulers]
-    return Parts([run.module], run.torch_optimizers, schedulers, run.strategy.precision, run.strategy)
+    return TrainingObjects([run.module], run.torch_optimizers, schedulers, run.strategy.precision, run.strategy)
 
 
 def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
@@ -42,7 +49,7 @@ def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
     metrics = run.train_metrics.state_dict(module, None if start is None else start.metric_updates)
     state["metrics"] = metrics if world.size == 1 else gather_states(world, metrics)
     state["results"] = run.results.state_dict()
-    state["callbacks"] = {key: callback.state_dict() for key, callback in keyed(run.callbacks).items()}
+    state["callbacks"] = {key: callback.state_dict() for key, callback in callbacks_by_key(run.callbacks).items()}
     state["loggers"] = logger_states(run.loggers) if start is None else start.loggers
     if datamodule is not None:
         state["datamodule"] = datamodule.state_dict()
@@ -166,7 +173,7 @@ def restore_run(
         run.train_metrics.load_state_dict(metrics, run.module, run.strategy.device)
         run.results.load_state_dict(state["results"])
         if run.datamodule is not None and state.get("datamodule"):
-            with restoring(run.datamodule, "datamodule", what):
+            with explain_load_errors(run.datamodule, "datamodule", what):
                 run.datamodule.load_state_dict(state["datamodule"])
     if "callbacks" in wanted:
         restore_callbacks(run.callbacks, state["callbacks"], what, of_trainkit=False)

@@ -21,7 +21,7 @@ from trainkit.registry import load_callback
 from trainkit.state.model import frozen_fingerprint
 from trainkit.state.plan_checkpoint import plan_checkpoint
 from trainkit.state.pretrained import has_adapters
-from trainkit.state.training_objects import TRAINED_WEIGHTS, SaveMode, about, capture, shown
+from trainkit.state.training_objects import TRAINED_WEIGHTS, SaveMode, capture, checkpoint_for_hooks, manifest_fields
 from trainkit.trainer.progress import Phase
 from trainkit.trainer.run_folder import choose_folder
 from trainkit.trainer.run_state import capture_run, parts_of
@@ -130,7 +130,7 @@ class SavePolicy:
         fingerprints = {0: self._frozen() if main else "the main process's"} if save == "trainable" else {}
         taken = capture(parts_of(run), save=save or "all", weights_only=weights_only, fingerprints=fingerprints)
         state = {**taken.state, **capture_run(run, None if weights_only else run.train_loader)}
-        seen = shown(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
+        seen = checkpoint_for_hooks(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
         run.hooks.run("on_save_checkpoint", seen)
         taken.tensors["model"] = seen.pop("state_dict")
         aliases = taken.aliases["model"]  # of names that a hook has not removed
@@ -140,7 +140,7 @@ class SavePolicy:
             if name in state:
                 state[name] = kept
         state["user"] = {name: value for name, value in seen.items() if name not in ("epoch", "global_step")}
-        described = about(
+        described = manifest_fields(
             run.strategy,
             taken,
             seed=run.seed,

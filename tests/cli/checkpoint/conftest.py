@@ -16,7 +16,7 @@ from torch import nn
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import commit
 from trainkit.precision import Precision
-from trainkit.state.training_objects import Parts, capture
+from trainkit.state.training_objects import TrainingObjects, capture
 
 Save = Callable[..., Path]
 
@@ -45,7 +45,7 @@ def save(tmp_path: Path) -> Save:
         shard: int = 5 * 10**9,
         **manifest: Any,
     ) -> Path:
-        taken = capture(Parts(list(modules), list(optimizers), [], Precision()), save=save)
+        taken = capture(TrainingObjects(list(modules), list(optimizers), [], Precision()), save=save)
         contents = {"model": save, "optimizer": True, "resumable": True}
         described = {"contents": contents, "aliases": taken.aliases, "irregular": taken.irregular, "step": 7, "epoch": 2}
         described |= {"run_id": "feedface00112233", **manifest}

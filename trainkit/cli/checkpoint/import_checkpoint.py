@@ -32,7 +32,7 @@ from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.state.optimizer import capture_optimizer
 from trainkit.state.scheduler import capture_scheduler
-from trainkit.state.training_objects import Captured, Parts, about, capture
+from trainkit.state.training_objects import CapturedState, TrainingObjects, capture, manifest_fields
 from trainkit.strategy import Strategy
 
 __all__ = ["convert_state", "import_checkpoint", "run"]
@@ -83,7 +83,7 @@ def import_checkpoint(
     names: list[str] | None = None,
     optimizer: str | None = None,
     scheduler: str | None = None,
-) -> tuple[Foreign, Captured]:
+) -> tuple[Foreign, CapturedState]:
     """Convert a checkpoint of another program to a checkpoint directory. Writes nothing if there is an error.
 
     Args:
@@ -123,7 +123,7 @@ def import_checkpoint(
 
 def _convert(
     foreign: Foreign, prefix: str, names: list[str] | None, optimizer: str | None, scheduler: str | None
-) -> tuple[Captured, CheckpointContent]:
+) -> tuple[CapturedState, CheckpointContent]:
     """What the new checkpoint captures, and all its content; arguments as for `import_checkpoint`."""
     foreign.models = [{_name_in_checkpoint(name, prefix): t for name, t in tensors.items()} for tensors in foreign.models]
     for group in (group for state in foreign.optimizers for group in state["param_groups"] if "param_names" in group):
@@ -139,7 +139,7 @@ def _name_in_checkpoint(name: str, prefix: str) -> str:
     return prefix + name.replace("_orig_mod.", "")
 
 
-def _content(foreign: Foreign, taken: Captured) -> CheckpointContent:
+def _content(foreign: Foreign, taken: CapturedState) -> CheckpointContent:
     """What the new checkpoint contains; with the counters of a run if they are known."""
     optimizers = bool(taken.state["optimizers"])
     position = {"epoch": foreign.epoch, "batches": 0, "samples": 0, "complete": False, "dataset": None, "iterable": None}
@@ -154,7 +154,7 @@ def _content(foreign: Foreign, taken: Captured) -> CheckpointContent:
         del taken.tensors["optimizer"]
     elif foreign.step is not None and foreign.epoch is not None:
         state |= _run_state(foreign, position)
-    described = about(
+    described = manifest_fields(
         Strategy(device="cpu"),
         taken,
         seed=0,
@@ -197,7 +197,7 @@ def _run_state(foreign: Foreign, position: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _summary(foreign: Foreign, taken: Captured) -> list[str]:
+def _summary(foreign: Foreign, taken: CapturedState) -> list[str]:
     lines = [f"weights: {counted(len(tensors), 'tensor')}" for tensors in foreign.models]
     for described in taken.state["optimizers"]:
         lines.append(f"optimizer: {described['class']}, {counted(len(described['state']), 'parameter')}")
@@ -213,7 +213,7 @@ def _summary(foreign: Foreign, taken: Captured) -> list[str]:
     return lines
 
 
-def _use(foreign: Foreign, taken: Captured, new: str) -> str:
+def _use(foreign: Foreign, taken: CapturedState, new: str) -> str:
     """The call that loads all of it."""
     if not taken.state["optimizers"]:
         return f"trainer.fit(module, ckpt_path={new!r}, restore={{'model'}}), or MyModule.load_from_checkpoint({new!r})"
@@ -247,7 +247,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 _NAMES_CODE = "open('names.txt', 'w').write('\\n'.join(name for name, _ in model.named_parameters()))"
 
 
-def convert_state(foreign: Foreign, names: Sequence[str] | None, optimizer: str | None, scheduler: str | None) -> Captured:
+def convert_state(foreign: Foreign, names: Sequence[str] | None, optimizer: str | None, scheduler: str | None) -> CapturedState:
     """What a checkpoint stores of models, optimizers, schedulers and the scaler. What is not converted is added to `omitted`.
 
     Args:
@@ -259,7 +259,7 @@ def convert_state(foreign: Foreign, names: Sequence[str] | None, optimizer: str 
     Raises:
         ConfigurationError: A class that torch does not have, or names that the checkpoint does not have.
     """
-    taken = capture(Parts([_module_of(tensors) for tensors in foreign.models], [], [], Precision()))
+    taken = capture(TrainingObjects([_module_of(tensors) for tensors in foreign.models], [], [], Precision()))
     for index, state in enumerate(foreign.optimizers):
         try:
             _add_optimizer(taken, foreign, index, state, names, optimizer)
@@ -299,7 +299,7 @@ def _module_of(tensors: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _add_optimizer(
-    taken: Captured, foreign: Foreign, index: int, state: Mapping[str, Any], names: Sequence[str] | None, kind: str | None
+    taken: CapturedState, foreign: Foreign, index: int, state: Mapping[str, Any], names: Sequence[str] | None, kind: str | None
 ) -> None:
     if len(foreign.models) > 1 or len(foreign.optimizers) > 1:
         raise _UnclearError("there are several models or optimizers, and it is unclear which parameters belong to which")
