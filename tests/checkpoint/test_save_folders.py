@@ -82,7 +82,7 @@ def test_names_counters_and_paths_are_the_main_processs(run_dir: Path) -> None:
 
     def work(world: World) -> Any:
         folders = entered(world, "a" if world.is_main else "b")
-        found = [str(folders.place(folders.folders[0], "step-1", replace)) for replace in (False, True)]
+        found = [str(folders.choose_path(folders.folders[0], "step-1", replace)) for replace in (False, True)]
         counter = folders.last_counter("run1")
         folders.release()
         return [*found, counter, folders.last_counter("run2")]
@@ -99,7 +99,7 @@ def test_a_lock_that_is_lost_is_an_error_on_all(run_dir: Path) -> None:
             FolderLock(run_dir / "a", "thief").acquire()
         world.exchange(None)
         try:
-            folders.place(folders.folders[0], "x", False)
+            folders.choose_path(folders.folders[0], "x", False)
         finally:
             folders.release()
 

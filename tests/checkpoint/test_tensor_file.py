@@ -571,19 +571,19 @@ def test_what_is_not_finite_is_found_in_every_dtype(dtype: torch.dtype) -> None:
             for trained in (True, False):
                 check = FiniteCheck({"w": trained})
                 check.add("w", finite)
-                assert check.found == []
+                assert check.nonfinite == []
                 check.add("w", broken)
                 check.add("w", broken)
                 # some dtypes of 8 bits have no infinity
                 wrong = bool(torch.isnan(stored) if not trained else ~torch.isfinite(stored))
-                assert check.found == (["w"] if wrong else [])
+                assert check.nonfinite == (["w"] if wrong else [])
 
 
 def test_the_largest_values_of_half_precision_are_finite() -> None:
     check = FiniteCheck({"w": True})
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         check.add("w", torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min], dtype=dtype))
-    assert check.found == []
+    assert check.nonfinite == []
 
 
 def test_only_parameters_of_float_are_checked() -> None:
@@ -591,7 +591,7 @@ def test_only_parameters_of_float_are_checked() -> None:
     check.add("mask", torch.tensor([-math.inf]))
     for dtype in set(DTYPES) - set(FLOATS):
         check.add("w", torch.ones(3).to(dtype))
-    assert check.found == []
+    assert check.nonfinite == []
 
 
 @pytest.mark.parametrize("shape", ["plain", "transposed", "expanded", "scalar", "strided", "one row"])
@@ -610,6 +610,6 @@ def test_all_values_of_a_tensor_are_checked(shape: str) -> None:
     check = FiniteCheck({"w": True})
     entry = plan_files("model", {"w": tensor}, LARGE)[0][0].entries[0]
     assert sum(map(len, chunks(entry, tensor, check))) == tensor.nbytes
-    assert check.found == ["w"]
+    assert check.nonfinite == ["w"]
     empty = torch.empty(0, 3)
     assert list(chunks(plan_files("model", {"w": empty}, LARGE)[0][0].entries[0], empty, FiniteCheck({"w": True}))) == []

@@ -139,7 +139,7 @@ class CheckpointPlan:
     @property
     def nonfinite(self) -> list[str]:
         """After the files have been read: the parameters in files of this rank that are not finite."""
-        return [name for check in self._checks.values() for name in check.found]
+        return [name for check in self._checks.values() for name in check.nonfinite]
 
     def detach(self, buffers: HostBuffers) -> None:
         """Copy all tensors of this rank, so that the training can change them. Collective: sharded tensors are gathered.
@@ -191,7 +191,7 @@ class CheckpointPlan:
     ) -> list[TensorFile]:
         """Plan the files of a stem; `groups`: rank → names of the tensors that it writes."""
         files, index = plan_files(stem, tensors, max_shard_size, groups.values())
-        own = set(groups.get(self._rank, ()))
+        own_names = set(groups.get(self._rank, ()))
         owners = {name: rank for rank, names in groups.items() for name in names}
         for file in files:
             self._check_name(file.name)
@@ -199,7 +199,7 @@ class CheckpointPlan:
             if file.entries:
                 self._owned[owners[file.entries[0].name]] += [tensors[entry.name] for entry in file.entries]
             self.sizes[file.name] = file.size
-            if file.entries[0].name in own if file.entries else self._rank in groups:
+            if file.entries[0].name in own_names if file.entries else self._rank in groups:
                 self._tensors[file.name] = file, {entry.name: tensors[entry.name] for entry in file.entries}
         if index is not None and self._rank == 0:
             self._add_bytes(f"{stem}.safetensors.index.json", index)

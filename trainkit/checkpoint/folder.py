@@ -32,10 +32,10 @@ __all__ = [
     "is_abandoned",
     "list_checkpoints",
     "next_counter",
-    "pointed_to",
     "read_pointer",
     "remove",
     "remove_leftovers",
+    "resolve_pointer",
     "write_pointer",
 ]
 
@@ -80,8 +80,8 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     Raises:
         CheckpointError: `folder` cannot be read.
     """
-    found = candidates(local_path(folder, "folder"))
-    return [one for one in found if one.problem is None] + [one for one in found if one.problem is not None]
+    checkpoints = candidates(local_path(folder, "folder"))
+    return [one for one in checkpoints if one.problem is None] + [one for one in checkpoints if one.problem is not None]
 
 
 def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
@@ -95,9 +95,9 @@ def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
     Raises:
         CheckpointError: A folder cannot be read.
     """
-    found = [one for folder in folders for one in _find(Path(folder))]
+    checkpoints = [one for folder in folders for one in _find(Path(folder))]
     latest: dict[str, str] = {}
-    for one in found:
+    for one in checkpoints:
         if one.manifest is not None:
             latest[one.manifest.run_id] = max(latest.get(one.manifest.run_id, ""), one.manifest.saved_at)
 
@@ -107,10 +107,10 @@ def candidates(*folders: str | os.PathLike[str]) -> list[ListedCheckpoint]:
         return latest[about.run_id], about.run_id, finite, about.save_counter, about.saved_at, one.path.name
 
     unknown: dict[Path, list[ListedCheckpoint]] = {}
-    for one in sorted((one for one in found if one.manifest is None), key=lambda one: one.path.name):
+    for one in sorted((one for one in checkpoints if one.manifest is None), key=lambda one: one.path.name):
         unknown.setdefault(one.path.parent, []).append(one)
     ordered: list[ListedCheckpoint] = []
-    for one in sorted((one for one in found if one.manifest is not None), key=age, reverse=True):
+    for one in sorted((one for one in checkpoints if one.manifest is not None), key=age, reverse=True):
         ordered += [*unknown.pop(one.path.parent, []), one]
     return [one for left in unknown.values() for one in left] + ordered
 
@@ -123,14 +123,14 @@ def folders_below(root: str | os.PathLike[str], *, deep: bool = True) -> list[Pa
         deep: Search to the depth at which loggers create runs: `<root>/<name>/<run>` and `<root>/logs/<name>/<run>`.
             False: search `<root>` and `<root>/<run>` only.
     """
-    level, places = [Path(root)], [Path(root)]
+    level, folders = [Path(root)], [Path(root)]
     for _ in range(2 if deep else 1):
         level = [inner for folder in level for inner in _folders_in(folder)]
-        places += level
+        folders += level
     if deep:
         level = [inner for folder in level if folder.parent == Path(root, "logs") for inner in _folders_in(folder)]
-        places += level
-    return [folder / CHECKPOINTS for folder in places if (folder / CHECKPOINTS).is_dir()]
+        folders += level
+    return [folder / CHECKPOINTS for folder in folders if (folder / CHECKPOINTS).is_dir()]
 
 
 def _folders_in(folder: Path) -> list[Path]:
@@ -144,8 +144,8 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def next_counter(folder: str | os.PathLike[str], run_id: str) -> int:
     """The save counter of the next checkpoint of a run: its highest in `folder` plus 1; 1 for the first."""
-    found = [one.manifest for one in _find(Path(folder)) if one.manifest is not None]
-    return 1 + max((manifest.save_counter for manifest in found if manifest.run_id == run_id), default=0)
+    manifests = [one.manifest for one in _find(Path(folder)) if one.manifest is not None]
+    return 1 + max((manifest.save_counter for manifest in manifests if manifest.run_id == run_id), default=0)
 
 
 def checkpoints_here(folder: Path) -> list[ListedCheckpoint]:
@@ -162,7 +162,7 @@ def checkpoints_here(folder: Path) -> list[ListedCheckpoint]:
         raise CheckpointError(
             f"{folder}: expected a folder of checkpoints, but it cannot be read: {error}. Fix: pass a readable folder."
         ) from error
-    found = []
+    checkpoints = []
     here = {os.path.realpath(entry.path) for entry in entries if not entry.is_symlink()}
     for entry in entries:
         path = folder / entry.name
@@ -171,17 +171,17 @@ def checkpoints_here(folder: Path) -> list[ListedCheckpoint]:
         if is_checkpoint(path):
             one = ListedCheckpoint(path, *inspect_checkpoint(path))
             if one.problem is None or is_checkpoint(path):  # otherwise it was removed in the meantime
-                found.append(one)
-    return found
+                checkpoints.append(one)
+    return checkpoints
 
 
 def _find(folder: Path) -> list[ListedCheckpoint]:
     """The checkpoints in a folder and at its URL, if it is a staging folder; of two with one name the newer good one."""
-    found = {one.path.name: one for one in checkpoints_here(folder)}
+    by_name = {one.path.name: one for one in checkpoints_here(folder)}
     for name, there in sorted(remote_sync.checkpoints(folder).items()):
-        if name not in found or _is_better(there, found[name]):
-            found[name] = ListedCheckpoint(folder / name, there.manifest, there.problem)
-    return list(found.values())
+        if name not in by_name or _is_better(there, by_name[name]):
+            by_name[name] = ListedCheckpoint(folder / name, there.manifest, there.problem)
+    return list(by_name.values())
 
 
 def _is_better(there: RemoteCheckpoint, here: ListedCheckpoint) -> bool:
@@ -271,7 +271,7 @@ def read_pointer(folder: Path) -> str | None:
     return name
 
 
-def pointed_to(path: Path) -> Path:
+def resolve_pointer(path: Path) -> Path:
     """The checkpoint that a path means: `last` is the one that the pointer names, and `x.ckpt` is `x` if only `x` exists.
 
     Raises:
@@ -282,7 +282,7 @@ def pointed_to(path: Path) -> Path:
     if path.name == POINTER and path.is_file():
         return path.parent / (read_pointer(path.parent) or POINTER)
     if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
-        return pointed_to(path.with_suffix(""))  # the name that Lightning would have given it
+        return resolve_pointer(path.with_suffix(""))  # the name that Lightning would have given it
     return path
 
 

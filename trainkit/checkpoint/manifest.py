@@ -34,7 +34,7 @@ __all__ = [
     "hidden_path",
     "is_checkpoint",
     "is_file_name",
-    "listed",
+    "list_names",
     "why_not_a_checkpoint",
 ]
 
@@ -368,7 +368,9 @@ def why_not_a_checkpoint(path: Path) -> str:
         return foreign
     inside = _checkpoints_in(path)
     if inside:
-        return f"{path} is a folder of checkpoints, expected one of them: {listed(inside)}. Fix: {str(path / inside[-1])!r}."
+        return (
+            f"{path} is a folder of checkpoints, expected one of them: {list_names(inside)}. Fix: {str(path / inside[-1])!r}."
+        )
     if not os.path.lexists(path):
         reason = "this path does not exist"
     elif path.name.startswith(".") and has_checkpoint_files(path):
@@ -382,7 +384,7 @@ def why_not_a_checkpoint(path: Path) -> str:
         reason = "this is a file; a checkpoint is a folder"
     siblings = _checkpoints_in(path.parent)
     close = get_close_matches(path.name, siblings, n=1)
-    near = f"Checkpoints in {path.parent}: {listed(siblings) or 'none'}."
+    near = f"Checkpoints in {path.parent}: {list_names(siblings) or 'none'}."
     return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
 
 
@@ -414,6 +416,6 @@ def _checkpoints_in(folder: Path) -> list[str]:
         return []
 
 
-def listed(names: list[str]) -> str:
+def list_names(names: list[str]) -> str:
     """The last names of a list, for a message."""
     return ", ".join(repr(name) for name in names[-MAX_LISTED:]) + (" and others" if len(names) > MAX_LISTED else "")

@@ -108,8 +108,8 @@ def _write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file in files:
-            each = (chunks(entry, gathers.values_of(tensors[entry.name]), check) for entry in file.entries)
-            pieces = (piece for own in each for piece in own)
+            tensor_chunks = (chunks(entry, gathers.values_of(tensors[entry.name]), check) for entry in file.entries)
+            pieces = (chunk for tensor in tensor_chunks for chunk in tensor)
             written.append(replace_file(folder / file.name, [file.header], pieces))
         others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
         written += [replace_file(folder / name, [content], ()) for name, content in others.items()]
@@ -239,8 +239,8 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[
         CheckpointNotFoundError: There is no such file.
         CorruptCheckpointError: The file has another format or is damaged.
     """
-    found, what = _existing(path), str(path)
-    data = read_file(found, os.path.getsize(found), None, what, mapped=True)
+    file, what = _existing(path), str(path)
+    data = read_file(file, os.path.getsize(file), None, what, mapped=True)
     if not _is_of_tensors(data, what):
         raise CorruptCheckpointError(f"{what}: expected a safetensors file.")
     tensors, aliases, metadata = _parts(data, what)

@@ -64,7 +64,11 @@ def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[Chec
     if error is not None and not isinstance(error, Exception):
         raise error
     failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
-    if len(failures) == group.size and error is not None and all(own == failures[group.rank] for own in failures.values()):
+    if (
+        len(failures) == group.size
+        and error is not None
+        and all(failure == failures[group.rank] for failure in failures.values())
+    ):
         raise error
     if failures:
         raise _first_error(failures, otherwise) from error

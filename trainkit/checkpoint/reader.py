@@ -26,7 +26,7 @@ from trainkit.checkpoint.manifest import (
     checkpoint_identity,
     digest_line,
     is_checkpoint,
-    listed,
+    list_names,
     why_not_a_checkpoint,
 )
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, assign_to_ranks, run_on_all_ranks
@@ -206,16 +206,16 @@ class Checkpoint:
 
     def _tensors(self, stem: str, names: list[str], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
-        places: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for name in names:
             for key, tensor in tensors_in(fetch(name), self._what(name)).items():
-                if key in places:
-                    raise CorruptCheckpointError(f"{self._what(name)}: the tensor {key!r:.200} is also in {places[key]}")
-                tensors[key], places[key] = tensor, name
+                if key in file_of:
+                    raise CorruptCheckpointError(f"{self._what(name)}: the tensor {key!r:.200} is also in {file_of[key]}")
+                tensors[key], file_of[key] = tensor, name
         index = stem + _INDEX
         if index in self.manifest.files:
             value = strict_json(fetch(index), self._what(index))
-            if not isinstance(value, dict) or value.get("weight_map") != places:
+            if not isinstance(value, dict) or value.get("weight_map") != file_of:
                 raise CorruptCheckpointError(f"{self._what(index)}: its weight_map does not match the files of tensors")
         for alias, stored in self.manifest.aliases.get(stem, {}).items():
             if stored not in tensors or alias in tensors:
@@ -338,7 +338,7 @@ def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
     for stem, names in stems.items():
         count = len(names)
         if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
-            raise CorruptCheckpointError(f"{what}: the files of {stem} are incomplete; listed: {listed(names)}")
+            raise CorruptCheckpointError(f"{what}: the files of {stem} are incomplete; listed: {list_names(names)}")
     return stems
 
 
@@ -367,40 +367,40 @@ def read_on_all_ranks(
         checkpoint = open_checkpoint(path)
         return checkpoint.read(choose(checkpoint.manifest), mapped=mapped)
 
-    def fetched() -> str:
-        found = os.path.abspath(path)
+    def fetch_folder() -> str:
+        absolute = os.path.abspath(path)
         if group.rank == 0:  # the folder is shared
-            remote_sync.fetch(Path(found))
-        return found
+            remote_sync.fetch(Path(absolute))
+        return absolute
 
-    path = run_on_all_ranks(group, fetched)[0]
-    found: list[Checkpoint] = []
+    path = run_on_all_ranks(group, fetch_folder)[0]
+    opened: list[Checkpoint] = []
     requested: set[str] = set()
     contents: dict[str, memoryview] = {}
     loaded: list[LoadedCheckpoint] = []
 
     def verify() -> str:
         checkpoint = open_checkpoint(path)
-        found.append(checkpoint)
+        opened.append(checkpoint)
         stems = choose(checkpoint.manifest)
         requested.update(checkpoint._requested(stems))
         sizes = {name: checkpoint.manifest.files[name].size for name in checkpoint._files_of(stems)}
-        own = assign_to_ranks(sizes, [0] * group.size).get(group.rank, [])
+        names = assign_to_ranks(sizes, [0] * group.size).get(group.rank, [])
         with checkpoint._unchanged():
             fetch = checkpoint._mapped if mapped else checkpoint._content
-            contents.update({name: fetch(name) for name in own})
+            contents.update({name: fetch(name) for name in names})
         return hashlib.sha256(checkpoint._identity or b"").hexdigest()
 
     def fetch(name: str) -> memoryview:
         if name in contents:
             return contents.pop(name)
-        return found[0]._mapped(name, verified=True) if mapped else found[0]._content(name, verified=True)
+        return opened[0]._mapped(name, verified=True) if mapped else opened[0]._content(name, verified=True)
 
     def load() -> None:
-        with found[0]._unchanged():
-            content = found[0]._load(requested, fetch)
+        with opened[0]._unchanged():
+            content = opened[0]._load(requested, fetch)
             # otherwise the files that another rank hashed may belong to another checkpoint
-            if checkpoint_identity(found[0].path) != found[0]._identity:
+            if checkpoint_identity(opened[0].path) != opened[0]._identity:
                 raise CorruptCheckpointError(f"{path}: changed while it was read")
             loaded.append(content)
 

@@ -63,8 +63,9 @@ def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool
     digest; `CheckpointError` if the file does not fit into memory.
     """
     with regular_file(path, what) as file:
-        if (found := os.fstat(file.fileno()).st_size) != size:  # before any memory is allocated
-            raise CorruptCheckpointError(f"{what}: expected {size:,} bytes, found {found:,}")
+        actual_size = os.fstat(file.fileno()).st_size
+        if actual_size != size:  # before any memory is allocated
+            raise CorruptCheckpointError(f"{what}: expected {size:,} bytes, found {actual_size:,}")
         data = _map(file, size) if mapped and size else None
         try:  # not numpy: its empty() requests huge pages, which can take seconds
             data = torch.empty(size, dtype=torch.uint8).numpy().data if data is None else data

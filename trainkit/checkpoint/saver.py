@@ -193,7 +193,7 @@ class SaveFolders:
     def __init__(self, world: World, name: str) -> None:
         self.folders: list[Path] = []
         self.of_run: Path | None = None
-        self._placed: list[Callable[[Path], None]] = []
+        self._waiting_for_folder: list[Callable[[Path], None]] = []
         self._removable = False  # only the default folder: of_run was not passed to use()
         self._name = name
         self._world = world
@@ -202,7 +202,7 @@ class SaveFolders:
         self._entered: set[Path] = set()
 
     def use(self, folder: Path, run_id: str) -> None:
-        """Save to a folder, as given on the main process. It is created when the run `begins <begin>`.
+        """Save to a folder, as given on the main process. It is created by `begin`.
 
         Raises:
             CheckpointWriteError: The folder exists, but is not writable or not the same on all ranks.
@@ -214,22 +214,22 @@ class SaveFolders:
                 self._enter(Path(path), run_id)
             self.folders.append(Path(path))
 
-    def use_of_run(self, placed: Callable[[Path], None]) -> None:
-        """Save to the folder of the run. `placed` is called with it, now or, if it is not known yet, by `choose`."""
+    def use_of_run(self, use_folder: Callable[[Path], None]) -> None:
+        """Save to the folder of the run. `use_folder` is called with it, now or, if it is not known yet, by `choose`."""
         if self.of_run is None:
-            self._placed.append(placed)
+            self._waiting_for_folder.append(use_folder)
         else:
-            placed(self.of_run)
+            use_folder(self.of_run)
 
     def choose(self, choice: Callable[[], Path]) -> None:
         """Choose the folder of a new run, if `use_of_run` was called. Raises like `use`."""
-        waiting, self._placed = self._placed, []
+        waiting, self._waiting_for_folder = self._waiting_for_folder, []
         if waiting:
             if self.of_run is None:
                 self.continue_in(choice())
             assert self.of_run is not None
-            for placed in waiting:
-                placed(self.of_run)
+            for use_folder in waiting:
+                use_folder(self.of_run)
 
     def continue_in(self, folder: Path) -> None:
         """Make `folder` the folder of the run, instead of the previous one. Raises like `use`."""
@@ -277,7 +277,7 @@ class SaveFolders:
         highest: int = run_on_all_ranks(self._world, find)[0]
         return highest
 
-    def place(self, folder: Path, name: str, replace: bool) -> Path:
+    def choose_path(self, folder: Path, name: str, replace: bool) -> Path:
         """The path for a checkpoint: `name` in the folder or, if that exists and is not to be replaced, another name.
 
         Raises:

@@ -157,7 +157,7 @@ _flag = _only(lambda value: isinstance(value, bool), "true or false")
 _switch = _only(lambda value: value is None or isinstance(value, (bool, np.bool_)) or value in (0, 1), "true, false or null")
 _count = _only(lambda value: _is_whole(value) and value >= 0, "an integer ≥ 0")
 _positive = _only(lambda value: _is_whole(value) and value >= 1, "an integer ≥ 1")
-_stamp = _only(lambda value: _is_whole(value) and value >= -1, "an integer ≥ -1")
+_count_or_minus_one = _only(lambda value: _is_whole(value) and value >= -1, "an integer ≥ -1")
 _whole = _only(_is_whole, "an integer")
 _number = _only(_is_number, "a number")
 _weight = _only(lambda value: _is_number(value) and value >= 0, "a number ≥ 0")
@@ -289,8 +289,8 @@ _METRIC = _record(
         **dict.fromkeys(("on_step", "on_epoch", "updated", "fresh", "is_object"), _flag),
         "scope": _scope,
         "reduce_fx": _maybe(_reduction),
-        "since": _stamp,
-        "stamp": _stamp,
+        "since": _count_or_minus_one,
+        "stamp": _count_or_minus_one,
         "step_value": _maybe(_value),
         "step_weight": _maybe(_weight),
         "weight": _weight,
@@ -308,7 +308,7 @@ _METRIC = _record(
         "shared": _maybe(_pair(_text, _text)),
     },
 )
-_METRICS = _record({"stamp": _stamp, "metrics": _items(_metric), "objects": _by_name(_OBJECT)})
+_METRICS = _record({"stamp": _count_or_minus_one, "metrics": _items(_metric), "objects": _by_name(_OBJECT)})
 _SLOTS = _record(
     {},
     {

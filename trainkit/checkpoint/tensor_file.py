@@ -77,17 +77,17 @@ class FiniteCheck:
         trained: The parameters, and whether each is trained; other tensors, such as buffers, are not checked.
 
     Attributes:
-        found: The names of those that are not finite.
+        nonfinite: The names of those that are not finite.
     """
 
     def __init__(self, trained: Mapping[str, bool]) -> None:
         self._trained = trained
-        self.found: list[str] = []
+        self.nonfinite: list[str] = []
 
     def add(self, name: str, values: Tensor) -> None:
         """Check values of a tensor: contiguous, in host memory, at least one."""
-        if name in self._trained and name not in self.found and not _are_finite(values, self._trained[name]):
-            self.found.append(name)
+        if name in self._trained and name not in self.nonfinite and not _are_finite(values, self._trained[name]):
+            self.nonfinite.append(name)
 
 
 def _are_finite(values: Tensor, trained: bool) -> bool:
@@ -137,8 +137,8 @@ def plan_files(
     files = [
         _layout(f"{stem}-{i:05d}-of-{count:05d}.safetensors", tensors, names, strings) for i, names in enumerate(shards, 1)
     ]
-    places = {entry.name: file.name for file in files for entry in file.entries}
-    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": places}
+    weight_map = {entry.name: file.name for file in files for entry in file.entries}
+    index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     return files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode("ascii")
 
 

@@ -35,7 +35,7 @@ from trainkit.checkpoint.manifest import (
     has_checkpoint_files,
     hidden_path,
     is_checkpoint,
-    listed,
+    list_names,
 )
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.console import counted, notice, warn
@@ -74,10 +74,10 @@ def why_not_at_the_url(path: Path) -> str | None:
         return None
     if inside := sorted(remote.checkpoints()):
         fix = f"Fix: {remote.url + '/' + inside[-1]!r}."
-        return f"{remote.url} is a folder of checkpoints, expected one of them: {listed(inside)}. {fix}"
+        return f"{remote.url} is a folder of checkpoints, expected one of them: {list_names(inside)}. {fix}"
     siblings = sorted(around.checkpoints()) if around is not None else []
     return (
-        f"{remote.url}: expected a checkpoint, but there is none. Checkpoints next to it: {listed(siblings) or 'none'}. "
+        f"{remote.url}: expected a checkpoint, but there is none. Checkpoints next to it: {list_names(siblings) or 'none'}. "
         "Fix: pass the URL of one of them, or of another folder"
     )
 
@@ -115,13 +115,13 @@ class RemoteFolder:
         """The complete checkpoints in this folder, by name."""
         try:
             self._fs.invalidate_cache()
-            found = [path.rsplit("/", 2)[1] for path in self._fs.glob(f"{self._root}/*/{DIGEST}")]
+            names = [path.rsplit("/", 2)[1] for path in self._fs.glob(f"{self._root}/*/{DIGEST}")]
         except FileNotFoundError:
             return {}
         except Exception as error:
             raise self._unreadable(error) from error
-        inside = {name: self._checkpoint(name) for name in found if not name.startswith(".")}
-        return {name: one for name, one in inside.items() if one is not None}
+        by_name = {name: self._checkpoint(name) for name in names if not name.startswith(".")}
+        return {name: one for name, one in by_name.items() if one is not None}
 
     def checkpoint(self) -> RemoteCheckpoint | None:
         """The checkpoint at this URL; `None` if there is no complete one."""
@@ -187,12 +187,12 @@ class RemoteFolder:
         for name in names:
             self._fs.put_file(str(self.local / name), f"{self._root}/{name}")
         self._fs.invalidate_cache()
-        found = {info["name"].rsplit("/", 1)[1]: info.get("size") for info in self._fs.ls(self._root, detail=True)}
+        uploaded = {info["name"].rsplit("/", 1)[1]: info.get("size") for info in self._fs.ls(self._root, detail=True)}
         for name in names:
             size = (self.local / name).stat().st_size
-            if found.get(name) != size:
-                raise OSError(f"{self.url}/{name} has {found.get(name)} bytes after the upload, expected {size}")
-        for name in found.keys() - set(names):
+            if uploaded.get(name) != size:
+                raise OSError(f"{self.url}/{name} has {uploaded.get(name)} bytes after the upload, expected {size}")
+        for name in uploaded.keys() - set(names):
             self._remove_file(name)
 
     def remove(self) -> None:
@@ -304,13 +304,13 @@ class RemoteFolder:
         """The files below the URL that are not in a checkpoint, and the checkpoints; relative to the URL."""
         try:
             self._fs.invalidate_cache()
-            found = [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
+            paths = [path.removeprefix(f"{self._root}/") for path in self._fs.find(self._root)]
         except FileNotFoundError:
             return [], set()
         except Exception as error:
             raise self._unreadable(error) from error
-        checkpoints = {path.rpartition("/")[0] for path in found if path.rpartition("/")[2] in (DIGEST, MANIFEST)}
-        return [path for path in found if path.rpartition("/")[0] not in checkpoints], checkpoints
+        checkpoints = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] in (DIGEST, MANIFEST)}
+        return [path for path in paths if path.rpartition("/")[0] not in checkpoints], checkpoints
 
 
 def _sha256(path: Path) -> str:

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainkit.checkpoint.folder import pointed_to
+from trainkit.checkpoint.folder import resolve_pointer
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.console import notice
@@ -126,7 +126,7 @@ def _open(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint at a path, which may be that of `save_last`, or end with Lightning's `.ckpt`."""
     folder = local_path(path, "checkpoint_path")
     remote_sync.fetch(folder)
-    return open_checkpoint(pointed_to(folder))
+    return open_checkpoint(resolve_pointer(folder))
 
 
 def _device_of(map_location: Any) -> Any:

@@ -216,7 +216,7 @@ class SavePolicy:
             CheckpointLockedError: another run has taken over the folder, because this one did not respond for too long.
         """
         self.wait()
-        path = self.places.place(folder, name, replace)
+        path = self.places.choose_path(folder, name, replace)
         if before_capture is not None:
             before_capture(path)
 
