@@ -2,73 +2,61 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
-from os import PathLike
-from pathlib import Path
-from torch import Tensor
-from torch import nn
-from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.accelerator.gradients import AccumulationState
-from trainkit.accelerator.prepared_models import PreparedObjects
-from trainkit.accelerator.prepared_models import user_model
-from trainkit.checkpoint.checkpoint_plan import CheckpointContent
-from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
-from trainkit.checkpoint.commit import CommitResult
-from trainkit.checkpoint.folder import next_counter
-from trainkit.checkpoint.folder import remove
-from trainkit.checkpoint.manifest import Manifest
-from trainkit.checkpoint.manifest import is_checkpoint
-from trainkit.checkpoint.plain_files import shard_size
-from trainkit.checkpoint.plain_files import write_object
-from trainkit.checkpoint.plain_files import write_weights
-from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.reader import LoadedCheckpoint
-from trainkit.checkpoint.reader import inspect_checkpoint
-from trainkit.checkpoint.reader import read_on_all_ranks
-from trainkit.checkpoint.saver import Saver
-from trainkit.checkpoint.tensor_file import FiniteCheck
-from trainkit.checkpoint.urls import remote_sync
-from trainkit.config.kwargs_handlers import ProjectConfiguration
-from trainkit.console import notice
-from trainkit.console import shortened
-from trainkit.console import warn
-from trainkit.data.loader import PreparedLoader
-from trainkit.distributed.world import World
-from trainkit.errors import CheckpointError
-from trainkit.errors import CheckpointNotFoundError
-from trainkit.errors import CheckpointWriteError
-from trainkit.errors import ConfigurationError
-from trainkit.errors import CorruptCheckpointError
-from trainkit.errors import StateMismatchError
-from trainkit.optim.parameter_names import clean_names
-from trainkit.optim.parameter_names import without_checkpoint_wrapper
-from trainkit.paths import local_path
-from trainkit.state.model import capture_model
-from trainkit.state.plan_checkpoint import plan_checkpoint
-from trainkit.state.pretrained import adapter_folders
-from trainkit.state.pretrained import has_adapters
-from trainkit.state.training_objects import SaveMode
-from trainkit.state.training_objects import TrainingObjects
-from trainkit.state.training_objects import capture
-from trainkit.state.training_objects import config_files
-from trainkit.state.training_objects import describe_move
-from trainkit.state.training_objects import manifest_fields
-from trainkit.state.training_objects import restore
-from trainkit.state.training_objects import with_trained_weights
-from trainkit.strategy import Strategy
-from trainkit.tagged_json.tensors import is_sharded_tensor
-from typing import Any
-from typing import TYPE_CHECKING
-from typing import cast
 import os
 import re
 import secrets
 import shutil
 import sys
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.accelerator.gradients import AccumulationState
+from trainkit.accelerator.prepared_models import PreparedObjects, user_model
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
+from trainkit.checkpoint.commit import CommitResult
+from trainkit.checkpoint.folder import next_counter, remove
+from trainkit.checkpoint.manifest import Manifest, is_checkpoint
+from trainkit.checkpoint.plain_files import shard_size, write_object, write_weights
+from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
+from trainkit.checkpoint.saver import Saver
+from trainkit.checkpoint.tensor_file import FiniteCheck
+from trainkit.checkpoint.urls import remote_sync
+from trainkit.config.kwargs_handlers import ProjectConfiguration
+from trainkit.console import notice, shortened, warn
+from trainkit.data.loader import PreparedLoader
+from trainkit.distributed.world import World
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StateMismatchError,
+)
+from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
+from trainkit.paths import local_path
+from trainkit.state.model import capture_model
+from trainkit.state.plan_checkpoint import plan_checkpoint
+from trainkit.state.pretrained import adapter_folders, has_adapters
+from trainkit.state.training_objects import (
+    SaveMode,
+    TrainingObjects,
+    capture,
+    config_files,
+    describe_move,
+    manifest_fields,
+    restore,
+    with_trained_weights,
+)
+from trainkit.strategy import Strategy
+from trainkit.tagged_json.tensors import is_sharded_tensor
 
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator
@@ -608,7 +596,7 @@ class Saving:
 
         # written before waiting for the other processes, so that the files are there even if those never come
         run_on_all_ranks(group, write, CheckpointWriteError)
-        if nonfinite := [name for check in checks for name in check.found]:
+        if nonfinite := [name for check in checks for name in check.nonfinite]:
             warn(f"save_model: parameters in {folder} are not finite: {shortened(nonfinite)}.")
         if world.is_main:
             remote_sync.add_log_folder(folder)

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
-from torch import Tensor
-from torch import nn
+from typing import Any, Literal
+
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.console import counted
-from trainkit.console import notice
+from trainkit.console import counted, notice
 from trainkit.data.order import ORDER_VERSION
-from trainkit.errors import CorruptCheckpointError
-from trainkit.errors import StateMismatchError
-from trainkit.errors import UnknownNameError
-from trainkit.errors import nearest
+from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
 from trainkit.optim.optimizer_copy import StoredOptimizer
-from trainkit.optim.parameter_names import parameter_names
-from trainkit.optim.parameter_names import without_pruning
+from trainkit.optim.parameter_names import parameter_names, without_pruning
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
-from trainkit.state.model import ModelState
-from trainkit.state.model import capture_model
-from trainkit.state.model import plan_model
-from trainkit.state.optimizer import capture_optimizer
-from trainkit.state.optimizer import plan_optimizer
-from trainkit.state.optimizer import same_groups
-from trainkit.state.scheduler import capture_scheduler
-from trainkit.state.scheduler import check_scheduler
-from trainkit.state.scheduler import restore_scheduler
+from trainkit.state.model import ModelState, capture_model, plan_model
+from trainkit.state.optimizer import capture_optimizer, plan_optimizer, same_groups
+from trainkit.state.scheduler import capture_scheduler, check_scheduler, restore_scheduler
 from trainkit.strategy import Strategy
-from typing import Any
-from typing import Literal
-import json
 
 __all__ = [
     "TRAINED_WEIGHTS",

@@ -2,57 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Collection
-from collections.abc import Mapping
-from collections.abc import Sequence
+import itertools
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
 from torch import Tensor
-from trainkit.checkpoint.folder import ListedCheckpoint
-from trainkit.checkpoint.folder import candidates
-from trainkit.checkpoint.folder import pointed_to
+
+from trainkit.checkpoint.folder import ListedCheckpoint, candidates, resolve_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.reader import LoadedCheckpoint
-from trainkit.checkpoint.reader import read_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.checks import real_number
-from trainkit.console import counted
-from trainkit.console import notice
-from trainkit.console import shortened
-from trainkit.console import warn
+from trainkit.console import counted, notice, shortened, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.distributed.world import World
-from trainkit.errors import CheckpointError
-from trainkit.errors import CheckpointLockedError
-from trainkit.errors import CheckpointNotFoundError
-from trainkit.errors import ConfigurationError
-from trainkit.errors import CorruptCheckpointError
-from trainkit.errors import UnknownNameError
-from trainkit.errors import nearest
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointLockedError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    UnknownNameError,
+    nearest,
+)
 from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.callback_state import check_callbacks
-from trainkit.state.training_objects import TrainingObjects
-from trainkit.state.training_objects import check_components
-from trainkit.state.training_objects import checkpoint_for_hooks
-from trainkit.state.training_objects import describe_move
-from trainkit.state.training_objects import model_stems
-from trainkit.state.training_objects import restore
-from trainkit.state.training_objects import with_trained_weights
-from trainkit.trainer.run_folder import Places
-from trainkit.trainer.run_folder import checkpoint_places
-from trainkit.trainer.run_folder import folder_of_run
-from trainkit.trainer.run_state import parts_of
-from trainkit.trainer.run_state import restore_loop
-from trainkit.trainer.run_state import restore_run
-from typing import Any
-from typing import NamedTuple
-from typing import TYPE_CHECKING
-import itertools
-import os
+from trainkit.state.training_objects import (
+    TrainingObjects,
+    check_components,
+    checkpoint_for_hooks,
+    describe_move,
+    model_stems,
+    restore,
+    with_trained_weights,
+)
+from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
+from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -170,7 +161,7 @@ def _path_of(run: Run, ckpt_path: str | os.PathLike[str], places: Places) -> Pat
         return _best(run, places)
     path = local_path(ckpt_path, "ckpt_path")
     remote_sync.fetch(path)
-    path = pointed_to(path)
+    path = resolve_pointer(path)
     if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
         raise CheckpointNotFoundError(
             f"there is no checkpoint {str(ckpt_path)!r}. ckpt_path is a path or one of {', '.join(map(repr, WORDS))}.{hint}"
