@@ -663,11 +663,12 @@ class StepChecks:
 
     def watch(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
         """Refuse `step` of an optimizer that was passed to `prepare`, if only `step` of what it returned is right."""
-        reference = weakref.ref(accelerator)
+        # The user's optimizer must not keep an accelerator alive.
+        to_checks, to_accelerator = weakref.ref(self), weakref.ref(accelerator)
 
         def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            accelerator = reference()
-            if accelerator is not None and not accelerator.updating and self.are_needed:
+            checks, accelerator = to_checks(), to_accelerator()
+            if checks is not None and accelerator is not None and not accelerator.updating and checks.are_needed:
                 raise ConfigurationError(
                     f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, which ignores "
                     "gradient accumulation, the loss scale and the strategy. Use what prepare returned: model, optimizer = "
