@@ -84,13 +84,16 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     `<!-- help: plot -->` becomes what `trainkit plot --help` prints, `<!-- names: trainkit.data -->` a table of the public
     names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
-    `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`.
+    `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`, and `<!-- rooms -->` the picture
+    of the rooms of trainkit.
     """
     if page.file.src_uri.startswith("reference/"):
         page.meta.setdefault("search", {"boost": 0.3})
     markdown = re.sub(r"<!-- help: (.*?) -->", lambda match: f"```text\n{command_help(match[1].split())}```", markdown)
     markdown = re.sub(r"<!-- names: (\S+)(.*?) -->", lambda match: table_of_names(match[1], match[2].split()), markdown)
     markdown = re.sub(r"<!-- lightning: (\S+) -->", lambda match: table_of_lightning(match[1]), markdown)
+    if "<!-- rooms -->" in markdown:
+        markdown = markdown.replace("<!-- rooms -->", import_module("docs.rooms").picture())
     home = config.extra["repository"]
     return re.sub(r"\]\((?:\.\./)+(?=(?:examples|benchmarks|tests|trainkit)/)", f"]({home}/blob/main/", markdown)
 
