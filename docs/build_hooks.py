@@ -84,8 +84,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     `<!-- help: plot -->` becomes what `trainkit plot --help` prints, `<!-- names: trainkit.data -->` a table of the public
     names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
-    `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`, and `<!-- rooms -->` the picture
-    of the rooms of trainkit.
+    `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`, and `<!-- rooms -->` the
+    picture of the rooms of trainkit.
     """
     if page.file.src_uri.startswith("reference/"):
         page.meta.setdefault("search", {"boost": 0.3})

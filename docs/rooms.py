@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from html import escape
 from pathlib import Path
 
 import grimp
+import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 1000  # of the picture
@@ -66,10 +66,11 @@ def picture() -> str:
             places[room] = (left, top, width)
             files, lines = size(room)
             middle, folder = left + width / 2, "/" if files > 1 else ""
+            text = f"{files} files, {lines:,} lines" if files > 1 else f"{lines:,} lines"
             shapes.append(
                 f'<rect x="{left:.0f}" y="{top}" width="{width:.0f}" height="{BOX}" rx="5"/>'
                 f'<text x="{middle:.0f}" y="{top + 17}">{escape(room)}{folder}</text>'
-                f'<text class="size" x="{middle:.0f}" y="{top + 31}">{f"{files} files, " if files > 1 else ""}{lines:,} lines</text>'
+                f'<text class="size" x="{middle:.0f}" y="{top + 31}">{text}</text>'
             )
             left += width + GAP
     arrows = []

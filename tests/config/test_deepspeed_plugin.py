@@ -48,7 +48,7 @@ def test_every_argument_is_in_the_configuration() -> None:
     made = strategy(plugin)
     assert (made.stage, made.config.offload_optimizer, made.config.offload_params) == (3, "cpu", "cpu")
     assert made.config.zero3_save_16bit_model
-    assert made.claims.clip == 1.0
+    assert made.run_settings.clip == 1.0
     with pytest.raises(ConfigurationError, match="gradient_accumulation_steps"):
         made.check_batches(2, 3)
     made.check_batches(2, 4)
@@ -86,9 +86,9 @@ def test_a_configuration(run_dir: Path) -> None:
         assert plugin.divides_at_once
         made = strategy(plugin)
         assert (made.stage, made.config.offload_params, made.config.overlap_comm) == (3, "cpu", False)
-        assert made.claims.clip is None
+        assert made.run_settings.clip is None
     filled = DeepSpeedPlugin(GIVEN, gradient_clipping=0.5, zero_stage=3, offload_optimizer_device="cpu")
-    assert strategy(filled).claims.clip == 0.5, "which is 'auto' in it"
+    assert strategy(filled).run_settings.clip == 0.5, "which is 'auto' in it"
     assert strategy(filled).config.offload_optimizer == "cpu", "which it says nothing of"
     assert json.dumps(GIVEN) == before, "what the user has is not changed"
     assert DeepSpeedPlugin({"gradient_clipping": 1.0}, zero_stage=1).zero_stage == 1

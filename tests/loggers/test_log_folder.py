@@ -15,6 +15,7 @@ import pytest
 from helpers.support import run_python
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorboard.summary.writer import event_file_writer
 
 from trainkit.console import TrainkitWarning
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
@@ -25,6 +26,12 @@ from trainkit.tagged_json.codec import dumps, loads
 
 KINDS = [CSVLogger, JSONLLogger, TensorBoardLogger]
 FILES = [(CSVLogger, "metrics.csv"), (JSONLLogger, "metrics.jsonl")]
+
+
+@pytest.fixture(autouse=True)
+def event_files_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorBoard reads the files of a second by name, which ends in a counter of the process: its 10 comes before its 9."""
+    monkeypatch.setattr(event_file_writer._global_uid, "_value", 100)
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:

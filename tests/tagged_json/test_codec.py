@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import Tensor, nn
 
-from trainkit.errors import CorruptCheckpointError, UnsavableError
+from trainkit.errors import CheckpointError, CorruptCheckpointError, UnsavableError
 from trainkit.tagged_json import codec
 from trainkit.tagged_json.codec import _Decoder, dumps, loads
 
@@ -608,6 +608,6 @@ hostile = st.recursive(
 def test_any_nesting_of_tags_is_read_or_refused(structure: Any) -> None:
     try:
         value = loads(json.dumps(structure).encode(), {FILE: {"k": torch.ones(1)}}, "x")
-    except CorruptCheckpointError:
+    except CheckpointError:  # corrupt, or of a type whose name nobody has registered
         return
     assert there_and_back([value])

@@ -179,7 +179,7 @@ def test_a_checkpoint_that_has_the_names_of_the_wrapper_still_loads(monkeypatch:
     expected = Deep(True)
     make_trainer(max_epochs=2).fit(expected, tiny_loader(24, shuffle=True))
     with monkeypatch.context() as patch:
-        patch.setattr("trainkit.optim.parameter_names._inserted", lambda module: set())
+        patch.setattr("trainkit.optim.parameter_names._wrapper_paths", lambda module: set())
         make_trainer(SaveIn("on_train_batch_end", 3), max_epochs=2).fit(Deep(True), tiny_loader(24, shuffle=True))
     assert "0/layer.0._checkpoint_wrapped_module.0.weight/exp_avg" in open_checkpoint("there").read().tensors["optimizer"]
     for wrapped in (True, False):

@@ -207,9 +207,9 @@ def test_a_manifest_that_names_no_module_counts(monkeypatch: pytest.MonkeyPatch)
             if key != "module":
                 super().__setitem__(key, value)
 
-    plain = checkpointing.about
+    plain = checkpointing.manifest_fields
     monkeypatch.setattr(
-        checkpointing, "about", lambda *a, **k: (made := plain(*a, **k)) | {"contents": Forgetful(made["contents"])}
+        checkpointing, "manifest_fields", lambda *a, **k: (made := plain(*a, **k)) | {"contents": Forgetful(made["contents"])}
     )
     path = fit().checkpoint_callback.last_model_path  # type: ignore[union-attr]
     [found] = list_checkpoints(Path(path).parent)
