@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import re
+import sys
 from html import escape
 from pathlib import Path
 
 import grimp
-import tomllib
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # of import-linter
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 1000  # of the picture
