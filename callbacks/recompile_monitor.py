@@ -238,8 +238,7 @@ class RecompileMonitor(Callback):
         # global_step counts complete optimizer steps; a micro-batch inside a window belongs to the next one.
         number_of_step = trainer.global_step + (not trainer.accelerator.sync_gradients)
         where = f"in step {number_of_step} (epoch {trainer.current_epoch}, batch_idx {batch_idx})"
-        short = is_shorter(shapes) and trainer.num_training_batches in (batch_idx + 1, math.inf)
-        short = short and "shapes" not in self._reported
+        short = self._is_short_last_batch(trainer, shapes, batch_idx)
         visible = [*shapes, *changes] if changes or not short else []
         new = [name for name, value in step._asdict().items() if all(getattr(one, name) != value for one in self._steps)]
         if visible or step in self._steps or (hints["graphs"] > 1 and not new):
@@ -248,6 +247,15 @@ class RecompileMonitor(Callback):
         # It is a combination of known parts, or something that a run has once.
         self._count("expected", number)
         reasons = {"shapes": f"the short last batch, {_cause(shapes, hints, batch)[1]}"} if short else _FIRST
+        self._explain_first(new, reasons, number, where)
+
+    def _is_short_last_batch(self, trainer: Trainer, shapes: list[Change], batch_idx: int) -> bool:
+        """Whether the changes are those of the short last batch of an epoch, and the first of these."""
+        ends = trainer.num_training_batches in (batch_idx + 1, math.inf)
+        return is_shorter(shapes) and ends and "shapes" not in self._reported
+
+    def _explain_first(self, new: Sequence[str], reasons: Mapping[str, str], number: int, where: str) -> None:
+        """Say once why a run compiles something that it has once."""
         for name in new:
             if name in reasons and self._is_first(name):
                 notice(f"RecompileMonitor: {_graphs(number)} compiled {where}, as expected once: {reasons[name]}")

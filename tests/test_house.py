@@ -380,6 +380,28 @@ def test_what_is_no_write_to_a_trainer(text: str) -> None:
     assert house.writes_to_trainer(example(text)) == []
 
 
+def test_nothing_is_too_complex() -> None:
+    report([complaint for source in SOURCES for complaint in house.too_complex(source)])
+
+
+def test_complexity_is_counted() -> None:
+    def counted(body: str) -> int:
+        function = ast.parse(f"def f(x):\n    {body}").body[0]
+        assert isinstance(function, ast.FunctionDef)
+        return house.complexity(function)
+
+    assert counted("return x") == 1
+    assert counted("return 1 if x else 2") == 2
+    assert counted("return x and x and x or x") == 4
+    assert counted("return [y for y in x if y]") == 3
+    assert counted("while x:\n        with x:\n            assert x") == 4
+    assert counted("try:\n        x()\n    except A: ...\n    except B: ...") == 3
+    assert counted("def g():\n        if x: ...") == 1, "the function inside counts by itself"
+    branches = "    if x: ...\n"
+    assert not house.too_complex(example("def f(x):\n" + branches * 14))
+    assert len(house.too_complex(example("def f(x):\n" + branches * 15))) == 1
+
+
 # --------------------------------------------------------------------------------------------- the two mapped folders
 
 

@@ -1,7 +1,7 @@
 """The rules for the code of this repository that no tool has, as functions: each takes a file and returns complaints.
 
 `test_house.py` applies them to the repository, and to small bad examples to prove that each rule can fail. import-linter checks
-layers; pickle, printing, optional packages, complexity, and the order of `__all__` by ruff: see pyproject.toml.
+layers; pickle, printing, optional packages and the order of `__all__` by ruff: see pyproject.toml.
 
 A room is a module or package directly below `trainkit`, for example `trainkit.data`.
 """
@@ -32,6 +32,7 @@ PREFIXES = ("zero_stage", "zero_opt", "ds_")
 
 FILE_LINES = 700  # of code
 FUNCTION_LINES = 60
+COMPLEXITY = 15
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Node = TypeVar("Node", bound=ast.AST)
@@ -400,6 +401,49 @@ def too_long(source: Source) -> dict[str, str]:
             complaint = source.at(node.lineno, f"{node.name} has {lines} lines, more than {FUNCTION_LINES}")
             complaints[f"{source.path}:{node.name}"] = complaint
     return complaints
+
+
+_BRANCHES = (
+    ast.If,
+    ast.IfExp,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.ExceptHandler,
+    ast.With,
+    ast.AsyncWith,
+    ast.Assert,
+    ast.match_case,
+)
+
+
+def complexity(function: Function) -> int:
+    """The cyclomatic complexity (McCabe, 1976) of a function without nested functions, counted like radon.
+
+    One, and one more for each branch, loop, handler, context, assertion, comprehension and boolean operator.
+    """
+    count = 1
+    nodes: list[ast.AST] = list(ast.iter_child_nodes(function))
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, Function | ast.ClassDef):
+            continue
+        count += isinstance(node, _BRANCHES)
+        if isinstance(node, ast.BoolOp):
+            count += len(node.values) - 1
+        elif isinstance(node, ast.comprehension):
+            count += 1 + len(node.ifs)
+        nodes += ast.iter_child_nodes(node)
+    return count
+
+
+def too_complex(source: Source) -> list[str]:
+    """Functions whose cyclomatic complexity is too high."""
+    return [
+        source.at(node.lineno, f"{node.name} has a cyclomatic complexity of {found}, more than {COMPLEXITY}")
+        for node in ast.walk(source.tree)
+        if isinstance(node, Function) and (found := complexity(node)) > COMPLEXITY
+    ]
 
 
 def code_lines(source: Source) -> int:

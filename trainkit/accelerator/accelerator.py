@@ -526,14 +526,7 @@ class Accelerator:
             raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
         self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
-        prepared: dict[int, Any] = {}
-        # models first: an optimizer is prepared for a model that is on its device
-        for place, item in enumerate(objects):
-            if isinstance(item, nn.Module):
-                prepared[place] = self._models.prepare(item, evaluation)
-        if prepared:
-            for loader in self._prepared.loaders:
-                loader.generators = self.strategy.generators()  # of all devices of the models
+        prepared = self._prepare_models(objects, evaluation)  # first: an optimizer is prepared for a model on its device
         prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
         self._step_checks.note_prepared(self.optimizers)
         for place, source in sources.items():
@@ -545,6 +538,17 @@ class Accelerator:
             if place not in prepared:
                 prepared[place] = None if item is None else self._prepare_scheduler(item)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
+
+    def _prepare_models(self, objects: Sequence[Any], evaluation: bool) -> dict[int, Any]:
+        """The prepared models by their place among the objects."""
+        prepared: dict[int, Any] = {}
+        for place, item in enumerate(objects):
+            if isinstance(item, nn.Module):
+                prepared[place] = self._models.prepare(item, evaluation)
+        if prepared:
+            for loader in self._prepared.loaders:
+                loader.generators = self.strategy.generators()  # of all devices of the models
+        return prepared
 
     def _placements(self, objects: Sequence[Any], placed: Sequence[bool] | None) -> Sequence[bool]:
         if placed is None:

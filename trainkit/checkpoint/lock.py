@@ -172,6 +172,32 @@ def _state(data: bytes) -> Literal["live", "dying", "dead", "unknown"]:
     return holder.process.state()
 
 
+def _in_use(folder: Path, data: bytes) -> CheckpointLockedError:
+    holder = _Holder.parse(data) or "another run (its lock file is unreadable)"
+    return CheckpointLockedError(
+        f"The folder {folder} is in use by {holder}, which is still running. Expected a folder that no other run writes to, "
+        "since two runs would remove each other's checkpoints. Fix: end that run, or choose another folder for this one: "
+        "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
+    )
+
+
+def _take(folder: Path, file: _LockFile, mine: _Holder) -> bool:
+    """Write `mine` into the open lock file; returns whether it is still there when others may have written theirs."""
+    file.write(mine.to_bytes(0))
+    if file.exclusive:
+        return True
+    time.sleep(_SETTLE_S)  # without flock, two processes may write their claims at the same time
+    with _open(folder / LOCK) as again:
+        return mine.is_in(again.read())
+
+
+def _say_waiting(folder: Path, data: bytes, seconds: float) -> None:
+    notice(
+        f"{folder} is locked by {_Holder.parse(data) or 'an unreadable lock file'}. Waiting for {seconds:g} s: "
+        "without a heartbeat, this run takes over the lock."
+    )
+
+
 def _claim(folder: Path, mine: _Holder, stale_after: float) -> None:
     """Write `mine` into the lock file as soon as no live process holds the lock."""
     seen, since = b"", 0.0
@@ -181,21 +207,10 @@ def _claim(folder: Path, mine: _Holder, stale_after: float) -> None:
                 data = file.read()
                 state = _state(data)
                 if state == "live" or (state == "unknown" and seen and data != seen):  # there was a heartbeat
-                    holder = _Holder.parse(data) or "another run (its lock file is unreadable)"
-                    raise CheckpointLockedError(
-                        f"The folder {folder} is in use by {holder}, which is still running. Expected a folder that no other "
-                        "run writes to, since two runs would remove each other's checkpoints. Fix: end that run, or choose "
-                        "another folder for this one: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
-                    )
+                    raise _in_use(folder, data)
                 expired = data == seen and time.monotonic() - since >= stale_after
-                if state == "dead" or expired:
-                    file.write(mine.to_bytes(0))
-                    if file.exclusive:
-                        return
-                    time.sleep(_SETTLE_S)  # without flock, two processes may write their claims at the same time
-                    with _open(folder / LOCK) as again:
-                        if mine.is_in(again.read()):
-                            return
+                if (state == "dead" or expired) and _take(folder, file, mine):
+                    return
         except OSError as error:
             raise CheckpointWriteError(
                 f"The folder {folder} could not be locked: {error}. Expected an existing, writable folder. "
@@ -203,10 +218,7 @@ def _claim(folder: Path, mine: _Holder, stale_after: float) -> None:
             ) from error
         if state == "unknown" and not seen:
             seen, since = data, time.monotonic()
-            notice(
-                f"{folder} is locked by {_Holder.parse(data) or 'an unreadable lock file'}. Waiting for {stale_after:g} s: "
-                "without a heartbeat, this run takes over the lock."
-            )
+            _say_waiting(folder, data, stale_after)
         time.sleep(0.01 if state == "dying" else min(1.0, stale_after / 20))
 
 

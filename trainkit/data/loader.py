@@ -202,14 +202,7 @@ class PreparedLoader:
             start: Index of the first micro-batch to yield.
             taken: In your own training loop, micro-batches in a window that was left open and that this epoch completes.
         """
-        if self._stream.measure(epoch):
-            self.length_changes = True
-            if self.limits is not None:
-                self.limits()
-        self._epoch = epoch
-        self._note(start, start, last=True)
-        if self._resumed[0] == epoch and start < self._resumed[1]:
-            self._resumed = (-1, 0, 0)  # The epoch starts again.
+        self._begin_epoch(epoch, start)
         world, begin = self._world, self._micro_batch(epoch, start)
         batches: Iterator[Any] = iter(self._stream.batches(epoch, begin, self._end, world.rank, world.size))
         if world.devices > 1:
@@ -228,6 +221,16 @@ class PreparedLoader:
                 parts = (part._replace(batch=fill(part.batch)) for part in parts)
             micro_batches = self._in_windows(parts, start, begin + world.rank, keys)
         return micro_batches if padding is None or window is None else padding.watch(micro_batches)
+
+    def _begin_epoch(self, epoch: int, start: int) -> None:
+        if self._stream.measure(epoch):
+            self.length_changes = True
+            if self.limits is not None:
+                self.limits()
+        self._epoch = epoch
+        self._note(start, start, last=True)
+        if self._resumed[0] == epoch and start < self._resumed[1]:
+            self._resumed = (-1, 0, 0)  # The epoch starts again.
 
     def _one_by_one(self, batches: Iterator[Any], start: int, first: int, keys: KeyStream) -> Iterator[MicroBatch]:
         """Each micro-batch is a window of its own, about which ranks need not agree: an evaluation, or one rank.
@@ -290,16 +293,7 @@ class PreparedLoader:
     def _in_windows(self, parts: Iterator[WindowPart], start: int, first: int, keys: KeyStream) -> Iterator[MicroBatch]:
         """The micro-batches in windows of all ranks, with padding where only others have one; arguments: see `_one_by_one`."""
         ranks, width, ahead = self._world.size, self._world.width, self._ahead is not None
-        without_data = MicroBatchKind.PADDING if self.pads else MicroBatchKind.NONE
-
-        def load(part: WindowPart, _: int) -> WindowPart:
-            if part.batch is NO_BATCH:
-                return part
-            return part._replace(batch=self._transfer(part.batch, first + (part.index - start) * width))
-
-        if self._ahead is not None:
-            parts = self._ahead(parts, self._loads(load), start=0)
-        for batch, index, ends, weight, window in parts:
+        for batch, index, ends, weight, window in self._read_ahead(parts, start, first):
             if not window.agreed and not self._agree(window):
                 break
             begin, end, kind = window.begin, window.begin + window.per_rank, MicroBatchKind.DATA
@@ -312,18 +306,39 @@ class PreparedLoader:
                 batch = self._transfer(batch, number)
             seed_generators(keys(number), self.generators)
             if batch is NO_BATCH:
-                batch, kind = self._batch_without_data(), without_data
+                batch, kind = self._batch_without_data(), self._kind_without_data
             elif self._finish is not None:
                 batch = self._finish(batch)
             if ranks > 1 and self.pads:
                 self._last = copied(batch)
             yield window.micro_batch(batch, kind, index, weight, last, ranks)
-            # Your own training loop may step after each micro-batch, so it decides whether to run those without data.
-            for index in later if self.pads or self._reader is not None else ():
-                last = index == end - 1
-                self._note(begin, index + 1, last)
-                seed_generators(keys(first + (index - start) * width), self.generators)
-                yield window.micro_batch(self._batch_without_data(), without_data, index, 0.0, last, ranks)
+            if later:
+                yield from self._without_data(window, later, start, first, keys)
+
+    def _without_data(self, window: Window, later: range, start: int, first: int, keys: KeyStream) -> Iterator[MicroBatch]:
+        """The micro-batches at the end of a window in which only other ranks have data; arguments: see `_one_by_one`."""
+        if not self.pads and self._reader is None:
+            return  # Your own training loop may step after each micro-batch, so it decides whether to run those without data.
+        for index in later:
+            last = index == later[-1]
+            self._note(window.begin, index + 1, last)
+            seed_generators(keys(first + (index - start) * self._world.width), self.generators)
+            yield window.micro_batch(self._batch_without_data(), self._kind_without_data, index, 0.0, last, self._world.size)
+
+    @property
+    def _kind_without_data(self) -> MicroBatchKind:
+        return MicroBatchKind.PADDING if self.pads else MicroBatchKind.NONE
+
+    def _read_ahead(self, parts: Iterator[WindowPart], start: int, first: int) -> Iterator[WindowPart]:
+        if self._ahead is None:
+            return parts
+        return self._ahead(parts, self._loads(partial(self._load_part, start=start, first=first)), start=0)
+
+    def _load_part(self, part: WindowPart, _: int, *, start: int, first: int) -> WindowPart:
+        """A part of a window with its batch on the device, before its turn."""
+        if part.batch is NO_BATCH:
+            return part
+        return part._replace(batch=self._transfer(part.batch, first + (part.index - start) * self._world.width))
 
     def _note(self, begin: int, given: int, last: bool) -> None:
         """Record the position for a checkpoint: that before the window that begins at `begin`, until its last micro-batch."""

@@ -273,17 +273,28 @@ def _complete(env: Mapping[str, str], plain: RankInfo) -> RankInfo:
         raise ConfigurationError(f"WORLD_SIZE=0: it must be at least 1. {_FIX}")
     launcher, reason = _started_by(env)
     names = _DEEPSPEED if launcher == "deepspeed" else _TORCHRUN
-    address, port = env.get("MASTER_ADDR", "").strip(), _port_number(env, "MASTER_PORT")
-    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value]
-    if missing and plain.size > 1:
-        verb = "are" if len(missing) > 1 else "is"
-        raise ConfigurationError(f"WORLD_SIZE={plain.size}, but {' and '.join(missing)} {verb} not set. {_FIX}")
-    ranks = replace(_read(env, names) or plain, launcher=launcher, reason=reason, master_addr=address, master_port=port or 0)
+    address, port = _address(env, plain.size)
+    ranks = replace(_read(env, names) or plain, launcher=launcher, reason=reason, master_addr=address, master_port=port)
     _check(env, ranks, names)
     if ranks.local_rank is None and _in_kubernetes(env):
         return _one_in_each_pod(env, ranks)
     if ranks.local_rank is None and is_local(address):  # all are on this node, or could not connect
         return replace(ranks, local_rank=ranks.rank, local_size=ranks.size, node=0, nodes=1)
+    return _with_nodes(ranks, address)
+
+
+def _address(env: Mapping[str, str], size: int) -> tuple[str, int]:
+    """MASTER_ADDR and MASTER_PORT, which a single process does not need."""
+    address, port = env.get("MASTER_ADDR", "").strip(), _port_number(env, "MASTER_PORT")
+    missing = [name for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)) if not value]
+    if missing and size > 1:
+        verb = "are" if len(missing) > 1 else "is"
+        raise ConfigurationError(f"WORLD_SIZE={size}, but {' and '.join(missing)} {verb} not set. {_FIX}")
+    return address, port or 0
+
+
+def _with_nodes(ranks: RankInfo, address: str) -> RankInfo:
+    """The ranks with the number of nodes and their own, as far as these follow from the size of a node."""
     local_size = ranks.size if ranks.local_size is None and is_local(address) else ranks.local_size
     node, nodes = ranks.node, ranks.nodes
     if local_size is not None and ranks.size % local_size == 0 and nodes is None:
