@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.worlds.worlds import run_world
 
-from trainkit.data.comparison import digest
+from trainkit.data.comparison import comparable, digest
 
 
 @dataclasses.dataclass
@@ -144,3 +144,19 @@ def test_what_holds_itself_has_one() -> None:
 def test_what_cannot_be_pickled_counts_by_type() -> None:
     """An object that pickle refuses has a digest."""
     assert digest([threading.Lock()]) == digest([threading.Lock()]) != digest([threading.RLock()])
+
+
+def test_a_small_tensor_has_the_digest_of_its_bytes() -> None:
+    """The fast way of hashing common tensors and the general one agree, whatever view of memory the tensor is."""
+    whole = torch.randn(6, 4, dtype=torch.complex64).conj()
+    for tensor in (whole.imag, whole.real.t(), whole.imag[::2, 1:], torch.tensor(3.0), torch.zeros(0, 2), torch.arange(3) > 1):
+        assert digest(tensor) == digest(tensor.clone(memory_format=torch.contiguous_format).resolve_neg())
+        assert digest(tensor.requires_grad_() if tensor.is_floating_point() else tensor) == digest(tensor.detach().clone())
+    assert digest(whole.imag) != digest(-whole.imag)
+
+
+def test_a_digest_of_an_earlier_version_is_not_compared() -> None:
+    """It was computed in another way, so that it would always differ."""
+    assert comparable(None) is None
+    assert comparable("3e3c0bd4f3a3a5d1c6d7a7d9e5b0f5a1") is None
+    assert comparable(digest(torch.zeros(2))) == digest(torch.zeros(2))

@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from contextlib import ExitStack
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -168,15 +169,10 @@ def alone(name: str, way: str, folder: Path) -> dict[tuple[str, int], Counter[in
         os.chdir(before)
 
 
-CASES = [
-    pytest.param(name, way, size, workers, marks=[pytest.mark.slow] if (place + bits) % 2 else [])
-    for place, (name, shape) in enumerate(SHAPES.items())
-    for bits, (way, size, workers) in enumerate(
-        (way, size, workers) for way in WAYS for size in (1, 2) for workers in shape.workers
-    )
-]
+CASES = [(name, *case) for name, shape in SHAPES.items() for case in product(WAYS, (1, 2), shape.workers)]
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("name, way, size, workers", CASES)
 def test_each_sample(name: str, way: str, size: int, workers: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     shape = SHAPES[name]

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from trainkit.console import TrainkitWarning
-from trainkit.data.keyed_sampler import keyed_batches
+from trainkit.data.keyed_sampler import make_keyed_batches
 from trainkit.data.order import HASH_SORT_LIMIT, Permutation
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
@@ -41,7 +41,7 @@ SEED, STAGE = 7, int(Stage.TRAIN)
 
 
 def indices(loader: DataLoader, world: World, epoch: int = 0, start: int = 0, limit: int | None = None) -> list[Any]:
-    batches = keyed_batches(loader, SEED, STAGE, False, world)
+    batches = make_keyed_batches(loader, SEED, STAGE, False, world)
     batches.epoch, batches.start, batches.limit, batches.turn, batches.step = epoch, start, limit, world.rank, world.size
     return list(batches)
 
@@ -113,7 +113,7 @@ def test_a_distributed_sampler_that_drops_what_is_too_much() -> None:
         found = [indices(sampled(rank, size, drop_last=True), Alike(rank, size)) for rank in range(size)]
         seen = list(chain.from_iterable(index for own in found for _, index in own))
         assert len(seen) == len(set(seen)) == samples
-        batches = keyed_batches(sampled(0, size, drop_last=True), SEED, STAGE, False, Alike(0, size))
+        batches = make_keyed_batches(sampled(0, size, drop_last=True), SEED, STAGE, False, Alike(0, size))
         assert (batches.length, batches.sizes) == (-(-samples // 2), (2, 2 - samples % 2))
     assert indices(sampled(1, 4, 3, drop_last=True), Alike(1, 4)) == []
 

@@ -78,7 +78,7 @@ def test_a_reader_yields_the_batches_to_your_own_training_loop() -> None:
             seen.append(loader)
             return (micro.batch for micro in itertools.islice(micro_batches, None, None, 2))
 
-        def completed(self, loader: PreparedLoader) -> int:
+        def count_complete(self, loader: PreparedLoader) -> int:
             return 0
 
     loader = prepare(shuffled(8), reader=EveryOther())

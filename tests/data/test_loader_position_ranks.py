@@ -224,7 +224,7 @@ def go_on(parts: bool, stateful: bool, place: Any, rows: int | None) -> tuple[An
             drawn.append(None if without_data else micro.batch[:, 1].tolist())
             if len(found) == rows:
                 break
-    return found, loader.gathered(loader.state_dict()), list(getattr(dataset, "read", [])), " ".join(texts), drawn
+    return found, loader.gather_position(loader.state_dict()), list(getattr(dataset, "read", [])), " ".join(texts), drawn
 
 
 def by_rows(results: list[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 import pytest
+from helpers.support import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2
@@ -38,7 +39,7 @@ KEY_FAMILIES: dict[str, Callable[[int], int]] = {
 
 BITS = ["all", "upper", "lower"]
 
-deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=150)
+deterministic = settings(derandomize=True, deadline=None, database=None, max_examples=examples(150))
 
 
 def feistel(length: int, key: int) -> Order:

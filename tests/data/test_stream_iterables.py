@@ -208,7 +208,7 @@ def test_the_batches_of_a_sequence_that_is_no_list_may_be_drawn_when_asked_for()
     stream = stream_of(deque(READY))
     state = RandomState()
     assert len(read(stream, 0, 1)) == 5
-    assert not same(draw(), RandomState.keyed(0, draw))
+    assert not same(draw(), RandomState.draw_with_key(0, draw))
     state.restore()
     assert stream.length == 6
 

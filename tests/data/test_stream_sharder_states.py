@@ -113,7 +113,7 @@ def parts(lengths: tuple[int, int]) -> Any:
     for begun, _ in enumerate(one.next_epoch(), 1):
         if begun == -(-max(lengths) // 2):
             break
-    position = one.gathered(one.state_dict())
+    position = one.gather_position(one.state_dict())
     other = loader()
     other.load_state_dict(position)
     return [samples(other) for _ in range(2)]
@@ -137,7 +137,7 @@ def ended_part(kind: type[Reader]) -> list[int]:
     one = loader()
     for _ in islice(one.next_epoch(), 6):
         pass
-    position = one.gathered(one.state_dict())
+    position = one.gather_position(one.state_dict())
     other = loader()
     other.load_state_dict(position)
     return samples(other)

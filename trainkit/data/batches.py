@@ -39,7 +39,8 @@ class BatchPadding:
 
     def __init__(self, size: int, to_device: Callable[[Tensor], Tensor]) -> None:
         self.size = self.samples = size
-        self.mask_used, self.trained = True, False
+        self.mask_used = True
+        self.trained = False
         self._to_device = to_device
         self._masks: dict[int, Tensor] = {}
         self._counts: deque[int] = deque()
@@ -76,7 +77,9 @@ class BatchPadding:
         """
         self._counts.clear()
         for micro in micro_batches:
-            self.samples, self.mask_used, self.trained = self._counts.popleft(), False, False
+            self.samples = self._counts.popleft()
+            self.mask_used = False
+            self.trained = False
             yield micro
             if self.trained and not self.mask_used:
                 raise ModuleError(

@@ -47,8 +47,8 @@ def iterates_itself(loader: Any) -> bool:
 
 def is_plain_list(item: Any) -> bool:
     """Whether it is a list or tuple that is iterated as one; a class derived from them may load its items one by one."""
-    own = (type(item).__iter__, type(item).__len__) if isinstance(item, list | tuple) else None
-    return own in ((list.__iter__, list.__len__), (tuple.__iter__, tuple.__len__))
+    methods = (type(item).__iter__, type(item).__len__) if isinstance(item, list | tuple) else None
+    return methods in ((list.__iter__, list.__len__), (tuple.__iter__, tuple.__len__))
 
 
 def resamples(source: Any) -> bool:
@@ -165,7 +165,8 @@ class CombinedLoader:
             raise UnknownNameError(f"unknown mode {mode!r}; known: {', '.join(MODES)}.{nearest(mode, MODES)}")
         if not (isinstance(iterables, Mapping | list | tuple) or is_loader(iterables)):
             raise _no_loaders(iterables)
-        self._iterables, self.mode = iterables, mode
+        self._iterables = iterables
+        self.mode = mode
         if not self.flattened:
             raise _no_loaders(iterables)
         if any(isinstance(part, CombinedLoader) for part in self.flattened):
@@ -228,7 +229,8 @@ class _Bounded:
     """A loader that ends after its stated length."""
 
     def __init__(self, loader: Any, length: int | None) -> None:
-        self._loader, self._length = loader, length
+        self._loader = loader
+        self._length = length
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self._loader, self._length)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import lru_cache
 from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
@@ -20,10 +22,12 @@ from trainkit.errors import DataError
 from trainkit.nested import first_tensor, rebuild
 from trainkit.rng import RandomState
 
-__all__ = ["ReadRecord", "SeparateData", "digest", "find_separate_data", "overlap", "preserve_state"]
+__all__ = ["ReadRecord", "SeparateData", "comparable", "digest", "find_separate_data", "overlap", "preserve_state"]
 
+_ALGORITHM = "xxh3:"  # of a digest in a checkpoint: one of another algorithm cannot be compared
 _PART = 1 << 20  # bytes at each end of an array that are hashed: enough to distinguish batches, and fast
-_QUICK = 1 << 14  # the same for batches of which every one is recorded
+_QUICK = 1 << 14  # The same for batches that are all recorded.
+_COMMON = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})  # numpy has them, too
 _DEEP = 20  # largest nesting depth; deeper objects count by their type
 _SKETCH = 64  # samples that stand for all that were read: those with the smallest digests
 _SAMPLES = 4096  # samples of an epoch from which they are chosen
@@ -38,9 +42,14 @@ def digest(batch: Any, part: int = _PART) -> str:
     attributes by what pickle would store of them, and what cannot be pickled by type.
     Of a large array, `part` bytes at each end count.
     """
-    hasher = hashlib.blake2b(digest_size=16)
+    hasher = xxhash.xxh3_128()
     _add(_Hasher(hasher.update, part), batch, 0)
-    return hasher.hexdigest()
+    return _ALGORITHM + hasher.hexdigest()
+
+
+def comparable(saved: str | None) -> str | None:
+    """The digest of a checkpoint, or `None` if an earlier version of trainkit has computed it in another way."""
+    return saved if saved is not None and saved.startswith(_ALGORITHM) else None
 
 
 class _Hasher(NamedTuple):
@@ -48,10 +57,17 @@ class _Hasher(NamedTuple):
     part: int
 
 
+@lru_cache(1024)
+def _tensor_mark(dtype: torch.dtype, shape: torch.Size, layout: torch.layout) -> bytes:
+    return f"{dtype}{tuple(shape)}{layout}".encode()
+
+
 def _add(hasher: _Hasher, value: Any, depth: int) -> None:
     hasher.update(f"<{type(value).__qualname__}>".encode())
     if isinstance(value, Tensor):
         _add_tensor(hasher, value, depth)
+    elif type(value) in (list, tuple):  # first, like tensors, because most batches are made of these
+        _add_items(hasher, value, depth)
     elif isinstance(value, np.ndarray | np.generic):
         _add_array(hasher, np.asarray(value), depth)
     elif isinstance(value, str):
@@ -66,8 +82,13 @@ def _add(hasher: _Hasher, value: Any, depth: int) -> None:
         hasher.update(repr(value).encode())
     elif isinstance(value, Set) and depth < _DEEP:
         hasher.update("".join(sorted(map(digest, value))).encode())  # a set has no order
-    elif depth < _DEEP:
-        for item in _parts(value):
+    else:
+        _add_items(hasher, () if depth >= _DEEP else _parts(value), depth)
+
+
+def _add_items(hasher: _Hasher, items: Iterable[Any], depth: int) -> None:
+    if depth < _DEEP:
+        for item in items:
             _add(hasher, item, depth + 1)
 
 
@@ -96,16 +117,18 @@ def _pickle_parts(value: Any) -> Iterable[Any]:
 def _add_tensor(hasher: _Hasher, tensor: Tensor, depth: int) -> None:
     if tensor.is_nested:
         return _add(hasher, list(tensor.unbind()), depth + 1)
-    tensor = tensor.detach()
-    hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}{tensor.layout}".encode())
+    hasher.update(_tensor_mark(tensor.dtype, tensor.shape, tensor.layout))
     if tensor.layout is torch.sparse_coo:
-        sparse = tensor.coalesce()
+        sparse = tensor.detach().coalesce()
         _add(hasher, [sparse.indices(), sparse.values()], depth + 1)
     elif tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta":
-        flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        if len(flat) > 2 * hasher.part:  # before it is copied from a device
+        if tensor.dtype in _COMMON and tensor.is_cpu and tensor.nbytes <= 2 * hasher.part:  # the same bytes as below, faster
+            return hasher.update(np.ascontiguousarray(tensor.numpy(force=True)))
+        flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel() > 2 * hasher.part:  # before it is copied from a device
             flat = torch.cat([flat[: hasher.part], flat[-hasher.part :]])
         hasher.update(flat.cpu().numpy())
+    return None
 
 
 def _add_array(hasher: _Hasher, array: Any, depth: int) -> None:
@@ -132,13 +155,14 @@ class ReadRecord:
     def begin(self) -> None:
         """Begin an epoch."""
         self.last: str | None = None
-        self.chain, self._seen = 0, 0
+        self.chain = 0
+        self._seen = 0
         self._samples: set[str] = set()
 
     def add(self, batch: Any) -> None:
         """Record a batch."""
         self.last = self.of(batch)
-        self.chain = int(hashlib.blake2b(f"{self.chain} {self.last}".encode(), digest_size=6).hexdigest(), 16)
+        self.chain = xxhash.xxh3_64_intdigest(self.last.encode(), self.chain) >> 16
 
     @staticmethod
     def of(batch: Any) -> str:
@@ -173,7 +197,7 @@ def overlap(sketches: Sequence[list[str] | None]) -> float:
 
 
 def _samples_of(batch: Any) -> Iterator[Any]:
-    """The samples of a batch; a batch in which they cannot be told apart counts as one."""
+    """The samples of a batch; a batch in which they cannot be separated counts as one."""
     tensor = first_tensor(batch)
     if tensor is None:
         yield from batch if isinstance(batch, list | tuple) else [batch]
@@ -229,10 +253,15 @@ def find_separate_data(
     """
     if world.size == 1:
         return None
-    facts = {"samples": samples, "batch_size": loader.batch_size, "batches": length, "order": order}
+    settings = {"samples": samples, "batch_size": loader.batch_size, "batches": length, "order": order}
     content = None if whole else _content(loader, samples)
-    said = world.exchange([first, facts, _subset(loader.dataset), content])
-    lengths = [facts["batches"] for _, facts, *_ in said]
+    mine = [first, settings, _subset(loader.dataset), content]
+    number = xxhash.xxh3_64_intdigest(json.dumps(mine).encode()) >> 8
+    highest, lowest = world.largest([number, -number])
+    if highest == -lowest:  # as almost always; what the processes have is gathered only where it differs
+        return None
+    said = world.exchange(mine)
+    lengths = [settings["batches"] for _, settings, *_ in said]
     firsts, _, subsets, contents = zip(*said, strict=True)
     if set(firsts) != {first}:
         return SeparateData(lengths, datasets=False)
@@ -242,24 +271,24 @@ def find_separate_data(
             "random_split(dataset, lengths, generator=torch.Generator().manual_seed(0)). If each process selects its own part, "
             "pass the whole dataset instead: it is sharded over the processes."
         )
-    alike = _equal_but_for_lengths([facts for _, facts, *_ in said])
+    alike = _equal_but_for_lengths([settings for _, settings, *_ in said])
     # samples that are random in themselves, from a generator that is not seeded, are other ones when they are fetched again
     if alike and _differ(list(contents)) and all(world.exchange(_content(loader, samples) == content)):
         return SeparateData(lengths, datasets=True)
     if any(other[1] != said[0][1] for other in said):
-        raise _different_loaders([facts for _, facts, *_ in said])
+        raise _different_loaders([settings for _, settings, *_ in said])
     return None
 
 
-def _equal_but_for_lengths(facts: list[dict[str, Any]]) -> bool:
+def _equal_but_for_lengths(settings: list[dict[str, Any]]) -> bool:
     lengths = {"samples": None, "batches": None}
-    return all({**its, **lengths} == {**facts[0], **lengths} for its in facts)
+    return all({**one, **lengths} == {**settings[0], **lengths} for one in settings)
 
 
-def _different_loaders(facts: list[dict[str, Any]]) -> DataError:
+def _different_loaders(settings: list[dict[str, Any]]) -> DataError:
     shown = "; ".join(
-        f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in its.items() if value is not None)
-        for rank, its in enumerate(facts)
+        f"rank {rank}: " + ", ".join(f"{name}={value}" for name, value in one.items() if value is not None)
+        for rank, one in enumerate(settings)
     )
     return DataError(
         f"the processes have different loaders ({shown}). Create the same DataLoader over the whole dataset on every "
@@ -284,7 +313,7 @@ class _Digests(Dataset[str]):
         self._dataset = dataset
 
     def __getitem__(self, index: int) -> str:
-        return str(RandomState.keyed(0, lambda: digest(self._dataset[index])))
+        return str(RandomState.draw_with_key(0, lambda: digest(self._dataset[index])))
 
 
 def _content(loader: DataLoader[Any], samples: int | None) -> list[Any] | None:

@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from trainkit.console import counted, notice, warn, with_article
+from trainkit.console import notice, quantity, warn, with_article
 from trainkit.data.combined import iterates_itself, length_of
 from trainkit.data.comparison import digest, find_separate_data, preserve_state
 from trainkit.data.loader_workers import ignore_group_signals
@@ -46,8 +47,8 @@ __all__ = [
     "SlotSampler",
     "UserWorkerInit",
     "is_distributed",
-    "keyed_batches",
     "knows_processes",
+    "make_keyed_batches",
     "split_batches",
 ]
 
@@ -76,7 +77,7 @@ class KeyedBatches:
         name: of the sampler, for messages.
         splits: the sampler yields different indices on each process, and each process reads all of its own.
         separate_datasets: each process has its own dataset, and reads all of it; then `splits` too.
-        counted: number of micro-batches in the last epoch that was read to its end.
+        last_length: number of micro-batches in the last epoch that was read to its end.
         continues: the sampler has a state, from which it may continue in the next epoch.
     """
 
@@ -92,7 +93,8 @@ class KeyedBatches:
         exact: bool = True,
         name: str = "",
     ) -> None:
-        self._draw, self.name = draw, name
+        self._draw = draw
+        self.name = name
         self._seed, self._stage = seed, stage
         self.length = self.stated = length
         self.exact = exact and length is not None
@@ -101,7 +103,7 @@ class KeyedBatches:
         self.epoch = self.start = self.turn = 0
         self.step = 1
         self.limit: int | None = None
-        self.counted = 0
+        self.last_length = 0
         self._said_that_it_ended = False
 
     def __len__(self) -> int:
@@ -113,7 +115,7 @@ class KeyedBatches:
         keys = KeyStream(self._seed, self._stage, Purpose.FETCH, self.epoch)
         m, step, turn = self.start + self.turn, self.step, self.turn
         stated = self.stated
-        if self.splits:  # its i-th micro-batch is number i·step + turn of all
+        if self.splits:  # The i-th micro-batch of this process is number i·step + turn of all.
             first = self.start // step
             m, drawn = first * step + turn, self._draw(self.epoch, first, 1)
             stated = None if stated is None else stated * step
@@ -124,14 +126,14 @@ class KeyedBatches:
             try:
                 indices = next(drawn)
             except StopIteration as stop:
-                self.counted = stop.value * step if self.splits else stop.value
+                self.last_length = stop.value * step if self.splits else stop.value
                 if stated is not None:
                     self._say_that_it_ended(stop.value, m, end)
                 return
             yield keys(m), indices
             m += step
         if stated is not None and m >= stated:
-            self.counted = stated
+            self.last_length = stated
         if self.continues and not self.splits and end < math.inf:
             self._draw_the_rest(drawn, m - step, int(end) + (end == stated))
 
@@ -156,7 +158,7 @@ class KeyedBatches:
         # in the last row, only the processes whose turn comes later see the end: the first of them says it
         alone = m == count and m - self.turn + self.step >= end
         notice(
-            f"{self.name} ended after {counted(count, 'batch')}, but its __len__ states {self.stated}: the epoch ends there.",
+            f"{self.name} ended after {quantity(count, 'batch')}, but its __len__ states {self.stated}: the epoch ends there.",
             everywhere=self.splits or (self.turn > 0 and alone),
         )
 
@@ -222,21 +224,26 @@ class SlotSampler:
     """
 
     def __init__(self, size: int | None, seed: int, stage: int) -> None:
-        self._size, self._seed, self._stage = size, seed, stage
+        self._size = size
+        self._seed = seed
+        self._stage = stage
         self.begin(0, 0, None)
 
     def begin(self, epoch: int, start: int, left: int | None) -> None:
         """Begin an epoch at batch `start` of the stream that this process reads."""
         self._keys = KeyStream(self._seed, self._stage, Purpose.FETCH, epoch)
-        self._start, self.left = start, left
+        self._start = start
+        self.left = left
         self.iterator: Any = None
 
     def __iter__(self) -> Iterator[KeyedSlots | None]:
-        self._asked, self._lost, self._ended = 0, 0, set[int]()
+        self._asked = 0
+        self._lost = 0
+        self._ended = set[int]()
         return self
 
     def __next__(self) -> KeyedSlots | None:
-        if self.left is not None and self._asked - self._unanswered() >= self.left:
+        if self.left is not None and self._asked - self._count_lost() >= self.left:
             raise StopIteration
         m = self._start + self._asked
         self._asked += 1
@@ -265,7 +272,7 @@ class SlotSampler:
             samples, batches = samples + batch_size(batch), batches + 1
             yield batch
 
-    def _unanswered(self) -> int:
+    def _count_lost(self) -> int:
         """Number of batches that were asked for in vain."""
         for worker, works in enumerate(getattr(self.iterator, "_workers_status", ())):
             if not works and worker not in self._ended:  # asked right after it has ended
@@ -295,7 +302,7 @@ class UserWorkerInit:
             self._function(worker_id)
 
 
-def keyed_batches(
+def make_keyed_batches(
     loader: DataLoader[Any], seed: int, stage: int, sequential: bool, world: World = _ONE_PROCESS
 ) -> KeyedBatches:
     """The keyed batch sampler that replaces the samplers of a loader over a map-style dataset. Collective.
@@ -313,27 +320,30 @@ def keyed_batches(
     """
     batch_sampler: Any = loader.batch_sampler
     if batch_sampler is not None and _torch_class(batch_sampler) is not BatchSampler:
-        draw = _draw_from_sampler(batch_sampler, seed, stage, lambda iterator: next(iterator), sequential)
-        name = type(batch_sampler).__name__
-        batches = KeyedBatches(draw, length_of(batch_sampler), None, seed, stage, exact=False, name=name)
+        length = length_of(batch_sampler)
+        count = _counter(length, lambda: length_of(batch_sampler))
+        draw = _draw_from_sampler(batch_sampler, seed, stage, lambda iterator: next(iterator), count, sequential)
+        batches = KeyedBatches(draw, length, None, seed, stage, exact=False, name=type(batch_sampler).__name__)
         return _compare_loaders(batches, world, batch_sampler, loader, None)
     sampler: Any = loader.sampler if batch_sampler is None else batch_sampler.sampler
     size = None if batch_sampler is None else batch_sampler.batch_size
-    drop_last = batch_sampler is not None and batch_sampler.drop_last
+    width, drop_last = 1 if size is None else size, batch_sampler is not None and batch_sampler.drop_last
     samples, shuffle = length_of(sampler), _shuffles(sampler)
     dropped = 0
     seed_of_order = seed
     if is_distributed(sampler):
         seed_of_order, samples = sampler.seed, len(sampler.dataset)
-        dropped = _dropped_samples(sampler, samples, world.size)
+        dropped = _count_dropped(sampler, samples, world.size)
+    of_torch = _torch_class(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     if shuffle is None:
-        draw = _draw_from_sampler(sampler, seed, stage, lambda iterator: _next_indices(iterator, size, drop_last), sequential)
+        take = partial(_next_indices, size=size, drop_last=drop_last)
+        count = _counter(samples, lambda: _arithmetic(length_of(sampler), width, drop_last)[0])
+        draw = _draw_from_sampler(sampler, seed, stage, take, count, sequential, draws_at_once=of_torch)
     else:
         samples = len(loader.dataset) if samples is None else samples  # type: ignore[arg-type]
         draw = _draw_in_order(samples, dropped, size, drop_last, bool(shuffle) and not sequential, seed_of_order, stage)
-    length, sizes = _arithmetic(None if samples is None else samples - dropped, 1 if size is None else size, drop_last)
-    exact = shuffle is not None or _torch_class(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    name = type(sampler).__name__
+    length, sizes = _arithmetic(None if samples is None else samples - dropped, width, drop_last)
+    name, exact = type(sampler).__name__, shuffle is not None or of_torch
     batches = KeyedBatches(draw, length, sizes if size is not None else None, seed, stage, exact, name)
     return _compare_loaders(
         batches, world, sampler, loader, None if shuffle is None else {"shuffle": shuffle, "seed": seed_of_order}
@@ -343,8 +353,10 @@ def keyed_batches(
 def is_distributed(sampler: Any) -> bool:
     """Whether a sampler shards as torch's `DistributedSampler` does, or is of a class derived from it."""
     kind = type(sampler)
-    own = (DistributedSampler.__iter__, DistributedSampler.__len__)
-    return isinstance(sampler, DistributedSampler) and ((kind.__iter__, kind.__len__) == own or kind.__module__ == _TORCHDATA)
+    of_torch = (DistributedSampler.__iter__, DistributedSampler.__len__)
+    return isinstance(sampler, DistributedSampler) and (
+        (kind.__iter__, kind.__len__) == of_torch or kind.__module__ == _TORCHDATA
+    )
 
 
 def knows_processes(sampler: Any, depth: int = 4) -> bool:
@@ -372,16 +384,20 @@ def _compare_loaders(batches: KeyedBatches, world: World, sampler: Any, loader: 
     batches.continues = order is None and has_state(sampler)
     first = None
     if world.size > 1 and order is None and not isinstance(sampler, Iterator):  # an iterator cannot be started twice
+        random_state = RandomState()
         with preserve_state(sampler):
             drawn = batches._draw(0, 0, 1)
             first = digest(next(drawn, None))
             drawn.close()
+        random_state.restore()
     separate = find_separate_data(
         world, loader, length_of(loader.dataset), batches.length, order, first, is_distributed(sampler)
     )
     if separate is not None:
         known = [length for length in separate.lengths if length is not None]
-        batches.splits, batches.exact, batches.sizes = True, False, None
+        batches.splits = True
+        batches.exact = False
+        batches.sizes = None
         batches.length = world.size * max(known) if len(known) == len(separate.lengths) else None
         batches.separate_datasets = separate.datasets
         _notice_separate_data(type(loader.dataset if separate.datasets else sampler).__name__, separate.datasets)
@@ -404,7 +420,7 @@ def _notice_separate_data(name: str, datasets: bool) -> None:
         )
 
 
-def _dropped_samples(sampler: DistributedSampler[Any], samples: int, processes: int) -> int:
+def _count_dropped(sampler: DistributedSampler[Any], samples: int, processes: int) -> int:
     """Number of samples that `drop_last=True` drops so that all ranks get the same number; warns of other `num_replicas`."""
     if sampler.num_replicas != processes:
         _warn_of_replicas(sampler, samples, processes)
@@ -488,12 +504,33 @@ def _pick(order: Permutation, begins: range, width: int, end: int) -> Iterator[l
             yield indices[begin : begin + width]
 
 
+def _counter(first: int | None, count: Callable[[], int | None]) -> Callable[[], int]:
+    """Counts what a sampler yields in an epoch, which may change; 0 if that was unknown at first: asking again would warn."""
+    return lambda: 0 if first is None else count() or 0
+
+
 def _draw_from_sampler(
-    sampler: Any, seed: int, stage: int, take: Callable[[Iterator[Any]], Any], same_each_epoch: bool
+    sampler: Any,
+    seed: int,
+    stage: int,
+    take: Callable[[Iterator[Any]], Any],
+    count: Callable[[], int],
+    same_each_epoch: bool,
+    draws_at_once: bool = False,
 ) -> Draw:
     """Micro-batches drawn from a user's sampler, each with generators seeded by its own key.
 
-    The generators are restored after each draw, so that seeding in between does not affect a sampler that draws lazily.
+    The generators are seeded again before the fetch and the forward of each micro-batch, so the state before a draw has no use.
+    Only after the last one nothing seeds them, and hooks at the end of the epoch may draw: it is restored there.
+
+    Args:
+        sampler: The user's.
+        seed: Seed of the run.
+        stage: The stage part of the keys.
+        take: Takes a micro-batch from the iterator of the sampler.
+        count: Returns the number of micro-batches in the next epoch; 0: it is unknown, so that each may be the last.
+        same_each_epoch: Each epoch is that of epoch 0.
+        draws_at_once: The sampler draws all random numbers of an epoch with the first index, as those of torch do.
     """
     evaluates = same_each_epoch or not Stage.TRAIN.has_key(stage)
 
@@ -510,11 +547,17 @@ def _draw_from_sampler(
             generator = getattr(each, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(order)
-        iterator = RandomState.keyed(order, lambda: iter(sampler))
-        m = 0
+        iterator = RandomState.draw_with_key(order, lambda: iter(sampler))
+        length, m = count(), 0
         while True:
             try:
-                indices = RandomState.keyed(keys(m + 1), lambda: take(iterator))
+                if draws_at_once and m > 0:
+                    indices = take(iterator)
+                elif m < length:
+                    seed_generators(keys(m + 1))
+                    indices = take(iterator)
+                else:
+                    indices = RandomState.draw_with_key(keys(m + 1), lambda: take(iterator))
             except StopIteration:
                 return m
             rest: int | None = None
@@ -612,7 +655,8 @@ class _SplitBatches:
     """The batches of a user's batch sampler, each divided into `processes` parts whose sizes differ by at most 1."""
 
     def __init__(self, sampler: Any, processes: int) -> None:
-        self.sampler, self._processes = sampler, processes
+        self.sampler = sampler
+        self._processes = processes
 
     def __getattr__(self, name: str) -> Any:
         if name == "sampler" or name.startswith("__"):

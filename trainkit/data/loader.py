@@ -6,21 +6,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from math import gcd
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 from trainkit.data.batches import BatchPadding, concatenate, concatenate_each, concatenate_groups, to_device
 from trainkit.data.combined import CombinedLoader, batch_size_of
+from trainkit.data.comparison import comparable
 from trainkit.data.micro_batches import NO_BATCH, MicroBatch, MicroBatchKind
 from trainkit.data.stream import CombinedStream, Stream, open_stream
 from trainkit.data.stream_sharder import Resumption
 from trainkit.data.windows import Window, WindowPart, collect_windows, plan_windows
 from trainkit.distributed.world import World
 from trainkit.errors import DataError, StateMismatchError
-from trainkit.nested import batch_size, copied, move
+from trainkit.nested import batch_size, copy_containers, move
 from trainkit.rng import KeyStream, Purpose, Stage, seed_generators
 
 __all__ = ["PreparedLoader", "Reader"]
@@ -38,8 +39,21 @@ class Reader(Protocol):
     def read(self, loader: Any, micro_batches: Iterator[MicroBatch]) -> Iterator[Any]:
         """The batches of an epoch."""
 
-    def completed(self, loader: Any) -> int:
+    def count_complete(self, loader: Any) -> int:
         """Number of micro-batches of the epoch that belong to complete windows."""
+
+
+class EpochReading(NamedTuple):
+    """How far your own training loop has read an epoch of a loader.
+
+    Attributes:
+        phase: "exhausted": it has read the epoch to its end.
+        left: While the epoch is unread, the position in a checkpoint that was loaded, and its `start_of` (`None`: inside a
+            micro-batch): the epoch begins at its beginning, unless `resume_at` is called.
+    """
+
+    phase: Literal["unread", "reading", "exhausted"]
+    left: tuple[Mapping[str, Any], int | None] | None = None
 
 
 class PreparedLoader:
@@ -83,9 +97,7 @@ class PreparedLoader:
         length_changes: An epoch has had another length than the one before.
         given_source: The user's object, if `source` was made from it.
         given: Micro-batches of the epoch yielded so far; at the last one of a window the same on all ranks.
-        exhausted: Your own training loop has read the epoch to its end.
-        last_position: The position in a checkpoint that was loaded, and its `start_of` (`None`: inside a micro-batch), until
-            this loader is read: it begins the epoch at its beginning, unless `resume_at` is called.
+        reading: How far your own training loop has read the epoch.
 
     Raises:
         DataError: The source cannot be read, or differs between processes.
@@ -114,9 +126,11 @@ class PreparedLoader:
     ) -> None:
         self.source = source
         self.pads = pads
-        self._world, self._reader = world, reader
+        self._world = world
+        self._reader = reader
         self._seed, self._stage = seed, stage.of_loader(index)
-        self._device, self.generators = device, generators
+        self._device = device
+        self.generators = generators
         self.window = window
         self._weigh = weigh
         self._ahead = partial(to_device, device=device) if ahead is None and device.type == "cuda" else ahead
@@ -137,11 +151,8 @@ class PreparedLoader:
         self.limits: Callable[[], None] | None = None
         self.length_changes = False
         self._epoch = 0
-        self._next_epoch = 0
-        self._next_start = 0
-        self._begun = False  # your own training loop has begun to read the epoch
-        self.exhausted = False
-        self.last_position: tuple[Mapping[str, Any], int | None] | None = None
+        self._next_epoch, self._next_start = 0, 0
+        self.reading = EpochReading("unread")
         self.given = 0
         self._window_start: int | None = None  # index of the first micro-batch of a window whose last was not yielded yet
         self._resumed = (-1, 0, 0)  # epoch, index in it, and the micro-batch of all ranks at that index
@@ -153,7 +164,7 @@ class PreparedLoader:
                 history.keep((4 + 2 * window) * world.devices)  # the current window, and the next one fetched in advance
 
     def __getattr__(self, name: str) -> Any:
-        if name == "source":  # not set yet: an object that is being copied or unpickled
+        if name == "source":  # An object that is being copied or unpickled has no source yet.
             raise AttributeError(name)
         return getattr(self.source, name)
 
@@ -190,8 +201,10 @@ class PreparedLoader:
     def next_epoch(self, taken: int = 0) -> Iterator[MicroBatch]:
         """Return the micro-batches of the next epoch; `taken` as in `iterate`."""
         epoch, start = self._next_epoch, self._next_start
-        self._epoch, self._next_epoch, self._next_start, self._begun = epoch, epoch + 1, 0, True
-        self.exhausted, self.last_position = False, None
+        self._epoch = epoch
+        self._next_epoch = epoch + 1
+        self._next_start = 0
+        self.reading = EpochReading("reading")
         return self.iterate(epoch, start, taken)
 
     def iterate(self, epoch: int, start: int = 0, taken: int = 0) -> Iterator[MicroBatch]:
@@ -259,7 +272,7 @@ class PreparedLoader:
             if one_rank:
                 self.given = start + place + 1
             elif self.pads:
-                self._last = copied(batch)
+                self._last = copy_containers(batch)
             yield MicroBatch(batch, start + place, True, True, 1.0)
 
     def _window_parts(self, window: int, batches: Iterator[Any], start: int, begin: int, taken: int) -> Iterator[WindowPart]:
@@ -310,7 +323,7 @@ class PreparedLoader:
             elif self._finish is not None:
                 batch = self._finish(batch)
             if ranks > 1 and self.pads:
-                self._last = copied(batch)
+                self._last = copy_containers(batch)
             yield window.micro_batch(batch, kind, index, weight, last, ranks)
             if later:
                 yield from self._without_data(window, later, start, first, keys)
@@ -340,9 +353,10 @@ class PreparedLoader:
             return part
         return part._replace(batch=self._transfer(part.batch, first + (part.index - start) * self._world.width))
 
-    def _note(self, begin: int, given: int, last: bool) -> None:
+    def _note(self, begin: int, count: int, last: bool) -> None:
         """Record the position for a checkpoint: that before the window that begins at `begin`, until its last micro-batch."""
-        self.given, self._window_start = given, None if last else begin
+        self.given = count
+        self._window_start = None if last else begin
 
     def _agree(self, window: Window) -> bool:
         """Exchange what all ranks know of a window; returns whether it has micro-batches, or else the epoch has ended."""
@@ -386,7 +400,7 @@ class PreparedLoader:
             DataError: This process has no batch at all.
         """
         if self._last is not NO_BATCH:
-            return copied(self._last)
+            return copy_containers(self._last)
         batch = self._stream.spare(self._epoch)
         if batch is None:
             raise DataError(
@@ -423,7 +437,8 @@ class PreparedLoader:
         Raises:
             AttributeError: the loader has no batch size.
         """
-        whole = getattr(getattr(self.source, "batch_sampler", None), "size_of_all", None)  # of batches that are split
+        # A batch sampler that splits batches knows the size over all devices.
+        whole = getattr(getattr(self.source, "batch_sampler", None), "size_of_all", None)
         if whole is not None:
             return int(whole)
         size = batch_size_of(self.source)
@@ -468,29 +483,36 @@ class PreparedLoader:
         """The next iteration yields this epoch, from its first batch unless a checkpoint was loaded in the middle of it."""
         if epoch != self._next_epoch:
             self._next_start = 0
-        self._next_epoch, self._begun = epoch, False
+        self._next_epoch = epoch
+        self.reading = EpochReading("unread", self.reading.left)
 
     def start_at(self, index: int) -> None:
         """The next iteration yields its epoch from index `index` on."""
-        self._next_start, self._begun = index, False
+        self._next_start = index
+        self.reading = EpochReading("unread", self.reading.left)
+
+    def end_reading(self) -> None:
+        """Your own training loop has read the epoch to its end."""
+        if self.reading.phase == "reading":  # If not, the loop has called set_epoch for the next epoch.
+            self.reading = EpochReading("exhausted")
 
     def state_dict(self) -> dict[str, Any]:
         """The position of a loop that reads this loader: the epoch, and the samples and micro-batches whose windows are full.
 
         Batches fetched in advance do not count, nor does an incomplete window: a resumed run repeats the whole window.
         """
-        if not self._begun:
-            left = None if self.last_position is None else self.last_position[0]
+        if self.reading.phase == "unread":
+            left = None if self.reading.left is None else self.reading.left[0]
             if left is not None and left["iterable"] is None and (left["epoch"], 0) == (self._next_epoch, self._next_start):
                 return dict(left)  # nothing has been read since it was loaded
             return self.position(self._next_epoch, self._next_start)
         done = self.given
         if self._reader is not None:
-            done = self._reader.completed(self)
+            done = self._reader.count_complete(self)
         elif self._window_start is not None:
             done = self._window_start
         # The length may only be known at the end of the epoch.
-        if (self.exhausted and done == self.given) or (done and done == self.length):
+        if (self.reading.phase == "exhausted" and done == self.given) or (done and done == self.length):
             return self.position(self._epoch + 1, 0)
         return self.position(self._epoch, done)
 
@@ -505,13 +527,14 @@ class PreparedLoader:
     def resume_at(self, position: Mapping[str, Any], start: int) -> None:
         """Let the next iteration begin at a position, whose `start_of` is `start`."""
         self._next_epoch = self._epoch = int(position["epoch"])
-        self._next_start, self._begun, self.last_position = start, False, None
+        self._next_start = start
+        self.reading = EpochReading("unread")
         self.resume(position, start)
 
     def restart_epoch(self, position: Mapping[str, Any]) -> None:
         """Let the next iteration yield the epoch of a position from its beginning, or the next one if it was complete.
 
-        `last_position` then contains the arguments of `resume_at`, to continue in the middle of the epoch instead.
+        `reading.left` then contains the arguments of `resume_at`, to continue in the middle of the epoch instead.
         """
         if not position["batches"]:
             self.resume_at(position, 0)
@@ -521,10 +544,10 @@ class PreparedLoader:
             index = -(-self._start_in(position) // self._world.width)
         if position["complete"]:
             self.resume(position, index or 0)  # an iterable may need its state to begin the next epoch
-        else:
-            self.last_position = position, index
+        self.reading = EpochReading("unread", None if position["complete"] else (position, index))
         self._next_epoch = self._epoch = int(position["epoch"]) + bool(position["complete"])
-        self._next_start, self._begun, self._resumed = 0, False, (-1, 0, 0)
+        self._next_start = 0
+        self._resumed = (-1, 0, 0)
 
     def position(self, epoch: int, index: int) -> dict[str, Any]:
         """The position after `index` micro-batches of each rank in `epoch`, for a checkpoint.
@@ -534,19 +557,19 @@ class PreparedLoader:
             the epoch is complete; `dataset`: number of samples of the dataset; `iterable`: the state of an iterable that
             has one. In the middle of a stream also `replay`: what `Resumption` has of it. With several devices also
             `processes` (number of micro-batches with the same index), `rank` (of the process whose `iterable` it is) and
-            `splits` (each process has its own stream); see `gathered`.
+            `splits` (each process has its own stream); see `gather_position`.
         """
         sizes, length, world = self._stream.sizes, self._stream.length, self._world
         batches = whole = self._micro_batch(epoch, index)
         if length is not None and self._stream.exact:
-            batches = min(batches, length)  # not all ranks may have one at the last index
+            batches = min(batches, length)  # At the last index, some ranks may have none.
         if self.micro_limit is not None:
             batches = min(batches, self.micro_limit)
         samples = None
         if sizes is not None:
             samples = batches * sizes[0] - (sizes[0] - sizes[1] if batches and batches == length else 0)
         kept = next((entry for history in self._stream.histories if (entry := history.at(whole)) is not None), None)
-        found: dict[str, Any] = {
+        content: dict[str, Any] = {
             "epoch": epoch,
             "batches": batches,
             "samples": samples,
@@ -554,13 +577,13 @@ class PreparedLoader:
             "dataset": self._stream.samples,
             "iterable": None if kept is None else kept.state,
         }
-        if kept is not None and kept.last is not None and not found["complete"]:
-            found["replay"] = {"last": kept.last, "before": kept.before, "origin": kept.origin}
+        if kept is not None and kept.last is not None and not content["complete"]:
+            content["replay"] = {"last": kept.last, "before": kept.before, "origin": kept.origin}
         if world.width > 1:
-            found |= {"processes": world.width, "rank": world.rank, "splits": self._stream.splits}
-        return found
+            content |= {"processes": world.width, "rank": world.rank, "splits": self._stream.splits}
+        return content
 
-    def gathered(self, position: dict[str, Any]) -> dict[str, Any]:
+    def gather_position(self, position: dict[str, Any]) -> dict[str, Any]:
         """A position with the states of the iterables of all processes, for a checkpoint. Collective."""
         active = any(history.active for history in self._stream.histories)
         if self._world.size == 1 or not (active or self._stream.splits):
@@ -611,8 +634,8 @@ class PreparedLoader:
             state = replay = None
             if position["batches"]:
                 notice(
-                    f"the checkpoint was saved by {counted(position['processes'], 'process')}, each with its own stream of "
-                    f"data; on {counted(self._world.size, 'process')} the streams differ. The epoch continues after the same "
+                    f"the checkpoint was saved by {quantity(position['processes'], 'process')}, each with its own stream of "
+                    f"data; on {quantity(self._world.size, 'process')} the streams differ. The epoch continues after the same "
                     "number of batches of the new streams."
                 )
         elif splits:
@@ -621,7 +644,9 @@ class PreparedLoader:
         if state is not None or replay is not None:
             last, before, origin = (None, None, None) if replay is None else (replay[name] for name in _REPLAY)
             for history in self._stream.histories:
-                history.resume(Resumption(micro_batch, state, last, None if before is None else tuple(before), origin))
+                history.resume(
+                    Resumption(micro_batch, state, comparable(last), None if before is None else tuple(before), origin)
+                )
 
     def _of_this_rank(self, value: Any, rank: int | None) -> Any:
         """This rank's part of what a position has for each rank, or for `rank` alone."""

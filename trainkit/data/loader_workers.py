@@ -66,11 +66,11 @@ def start_iterator(loader: DataLoader[Any]) -> Iterator[Any]:
     """
     if loader.num_workers > 0 and sys.platform != "win32":
         chosen = loader.multiprocessing_context or multiprocessing.get_context()
-        if type(chosen) is multiprocessing.context.ForkContext:  # not the user's own
+        if type(chosen) is multiprocessing.context.ForkContext:  # A context of the user's own is not replaced.
             loader.multiprocessing_context = _Context()
     with block_signals(), worker_failures():  # signals to the whole process group: workers handle them once started
         iterator = iter(loader)
-    if getattr(iterator, "_worker_pids_set", False):  # not an iterator of persistent workers that has been started before
+    if getattr(iterator, "_worker_pids_set", False):  # It is False for persistent workers that were started before.
         _adopt(iterator)
     return iterator
 
@@ -84,7 +84,7 @@ def _adopt(iterator: Any) -> None:
     """
     signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # torch does not export it
     iterator._worker_pids_set = False
-    if sys.platform != "win32":  # where terminate does that
+    if sys.platform != "win32":  # On Windows, terminate does that.
         for worker in iterator._workers:
             worker._popen.terminate = partial(os.kill, worker.pid, signal.SIGKILL)
     # This runs at exit, before multiprocessing waits for its processes, or when the iterator is deleted.
@@ -136,7 +136,7 @@ def _reason(error: Exception) -> str | None:
     text, workers = str(error), _workers_behind(error)
     full = isinstance(error, OSError) and error.errno == errno.ENOSPC and workers is not None
     if full or _NO_SHARED_MEMORY.search(text):
-        return "the shared memory of the DataLoader workers is full" + _shared_memory()
+        return "the shared memory of the DataLoader workers is full" + _describe_shared_memory()
     if _RAISED.match(text):
         return None
     if workers and isinstance(error, ConnectionError | EOFError | FileNotFoundError):
@@ -161,7 +161,7 @@ def _workers_behind(error: Exception) -> Sequence[Any] | None:
 def _reason_of_exit(process: Any) -> str:
     worker, code = f"a DataLoader worker (pid {process.pid})", process.exitcode
     if code == -getattr(signal, "SIGBUS", 0):
-        return f"{worker} was ended by SIGBUS, because the shared memory of the workers is full" + _shared_memory()
+        return f"{worker} was ended by SIGBUS, because the shared memory of the workers is full" + _describe_shared_memory()
     if code == -getattr(signal, "SIGKILL", 0):
         return (
             f"{worker} was killed with SIGKILL, as the kernel does where memory runs out (dmesg, or the events of the "
@@ -177,12 +177,12 @@ def _reason_of_exit(process: Any) -> str:
     )
 
 
-def _shared_memory() -> str:
+def _describe_shared_memory() -> str:
     """The size of the shared memory, and how to have enough of it; the end of a message."""
     size = ""
     with contextlib.suppress(OSError, AttributeError):
-        found = os.statvfs("/dev/shm")
-        free, whole = (blocks * found.f_frsize / 2**20 for blocks in (found.f_bavail, found.f_blocks))
+        usage = os.statvfs("/dev/shm")
+        free, whole = (blocks * usage.f_frsize / 2**20 for blocks in (usage.f_bavail, usage.f_blocks))
         size = f" (/dev/shm: {free:.0f} of {whole:.0f} MiB free)"
     return (
         f"{size}. It holds the batches that wait for the main process. Enlarge it (docker run --shm-size=8g or --ipc=host; "

@@ -40,7 +40,7 @@ CYCLE = 1 << 32
 
 _MAX_LENGTH = 1 << 62
 _BLOCK = 4096  # positions computed at a time: enough to hide numpy's cost per call, few enough for the L1 cache
-_ROUNDS = 6  # at 2^20 samples, 4 rounds leave positions 2^10 apart correlated; 5 show no correlation; 1 more for safety
+_ROUNDS = 6  # At 2^20 samples, 4 rounds leave positions 2^10 apart correlated. 5 rounds do not; 1 more is for safety.
 
 _WORD = (1 << 64) - 1
 _INCREMENT = 0x9E3779B97F4A7C15

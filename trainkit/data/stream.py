@@ -27,7 +27,14 @@ from trainkit.data.combined import (
     resamples,
     restartable,
 )
-from trainkit.data.keyed_sampler import KeyedBatches, KeyedDataset, SlotSampler, UserWorkerInit, keyed_batches, knows_processes
+from trainkit.data.keyed_sampler import (
+    KeyedBatches,
+    KeyedDataset,
+    SlotSampler,
+    UserWorkerInit,
+    knows_processes,
+    make_keyed_batches,
+)
 from trainkit.data.loader_workers import end_workers, explain_failures, start_iterator, worker_failures
 from trainkit.data.order import CYCLE, user_epoch
 from trainkit.data.stream_sharder import StateHistory, StreamSharder, notice_unsaved
@@ -79,7 +86,7 @@ class Stream(ABC):
 
     @property
     @abstractmethod
-    def counted(self) -> int:
+    def last_length(self) -> int:
         """Number of micro-batches in the last epoch that several processes read to its end."""
 
     @abstractmethod
@@ -131,8 +138,8 @@ class _OneSource(Stream):
         return self._shares.splits
 
     @property
-    def counted(self) -> int:
-        return self._shares.counted
+    def last_length(self) -> int:
+        return self._shares.last_length
 
 
 def open_stream(
@@ -173,7 +180,9 @@ class LoaderStream(_OneSource):
         sequential: bool = False,
         world: World = _ONE_PROCESS,
     ) -> None:
-        self._source, self._world, self._sequential = loader, world, sequential
+        self._source = loader
+        self._world = world
+        self._sequential = sequential
         self._seed, self._stage = seed, stage
         self._iterable = isinstance(loader.dataset, IterableDataset)
         changes: dict[str, Any] = {"_iterator": None, "worker_init_fn": UserWorkerInit(loader.worker_init_fn)}
@@ -185,7 +194,7 @@ class LoaderStream(_OneSource):
             self._slots = SlotSampler(loader.batch_size, seed, stage)
             changes |= self._changes_for_iterable(loader)
         else:
-            self._batches = keyed_batches(loader, seed, stage, sequential, world)
+            self._batches = make_keyed_batches(loader, seed, stage, sequential, world)
             changes["sampler" if loader.batch_sampler is None else "batch_sampler"] = self._batches
             changes["dataset"] = KeyedDataset(loader.dataset)
         if loader.num_workers > 1 and not loader.in_order:
@@ -196,12 +205,13 @@ class LoaderStream(_OneSource):
                 "the generator of this DataLoader has no effect on its order, which is a function of the seed and the epoch, "
                 "so that a run can resume anywhere. To choose another order: trainkit.set_seed(n), or Trainer(seed=n)."
             )
-        self._lengths = self._stated_lengths()
+        self._lengths = self._read_lengths()
         self._refills = False
         self._sharder = self._sharder_of(loader, world)
         self._history = StateHistory(loader.dataset, readable=loader.num_workers == 0) if self._iterable else None
         self._shares = self._sharder if self._batches is None else self._batches
-        self.sharders, self.histories = [self._sharder], [] if self._history is None else [self._history]
+        self.sharders = [self._sharder]
+        self.histories = [] if self._history is None else [self._history]
         # The state of a worker must not depend on earlier epochs: workers of a stream, or of a dataset with set_epoch
         # (called here, in the main process), are restarted in each epoch.
         self._fresh_workers = self._iterable or hasattr(loader.dataset, "set_epoch")
@@ -221,11 +231,11 @@ class LoaderStream(_OneSource):
                 if self._batches.separate_datasets
                 else StreamSharder(_ONE_PROCESS, name)
             )
-        own, samples = length_of(loader), length_of(loader.dataset)
-        self._refills = loader.num_workers > 1 and own is not None and loader.batch_size is not None and not loader.drop_last
+        length, samples = length_of(loader), length_of(loader.dataset)
+        self._refills = loader.num_workers > 1 and length is not None and loader.batch_size is not None and not loader.drop_last
         extra = loader.num_workers - 1 if self._refills else 0  # all workers but one may end with a short batch
         name, drawn = type(loader.dataset).__name__, resamples(loader)
-        return StreamSharder(world, name, own, samples, extra, self._seen_end, resampled=drawn)
+        return StreamSharder(world, name, length, samples, extra, self._saw_end, resampled=drawn)
 
     def _changes_for_iterable(self, loader: DataLoader[Any]) -> dict[str, Any]:
         """The attributes to set on a copy of a loader over an iterable dataset, so that its micro-batches have keys."""
@@ -250,7 +260,7 @@ class LoaderStream(_OneSource):
     def samples(self) -> int | None:
         return None if self._iterable else self._lengths[0]
 
-    def _stated_lengths(self) -> tuple[int | None, int | None]:
+    def _read_lengths(self) -> tuple[int | None, int | None]:
         """Number of samples, and of batches or samples of an epoch, as the user's dataset and samplers state them now."""
         source = self._source
         counts = source if self._iterable else source.sampler if source.batch_sampler is None else source.batch_sampler
@@ -262,16 +272,16 @@ class LoaderStream(_OneSource):
         for owner in owners:
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(user_epoch(epoch))
-        lengths = self._stated_lengths()
+        lengths = self._read_lengths()
         if not any(self._world.exchange(lengths != self._lengths)):
             return False
         self._lengths = lengths
         if self._batches is None:
             self._sharder.restate(lengths[1], lengths[0])
             return True
-        batches = keyed_batches(source, self._seed, self._stage, self._sequential, self._world)
-        self._batches.__dict__.update(batches.__dict__)  # in place: workers that last iterate over this object
-        if self._loader is not None:  # and have the dataset as it was when they started
+        batches = make_keyed_batches(source, self._seed, self._stage, self._sequential, self._world)
+        self._batches.__dict__.update(batches.__dict__)  # Changed in place: persistent workers iterate over this object.
+        if self._loader is not None:  # These workers have the dataset as it was when they started.
             end_workers(self._loader._iterator)
             self._loader._iterator = None
         return True
@@ -290,8 +300,11 @@ class LoaderStream(_OneSource):
 
     def batches(self, epoch: int, start: int, limit: int | None, turn: int = 0, step: int = 1) -> Iterator[Any]:
         if self._batches is not None:
-            self._batches.epoch, self._batches.start, self._batches.limit = epoch, start, limit
-            self._batches.turn, self._batches.step = turn, step
+            self._batches.epoch = epoch
+            self._batches.start = start
+            self._batches.limit = limit
+            self._batches.turn = turn
+            self._batches.step = step
         begun, self._primed = self._primed, None
         iterator, batches, first = self._begin(epoch, start, limit, turn, step) if begun is None else begun
         try:
@@ -310,12 +323,12 @@ class LoaderStream(_OneSource):
 
     def _has_ended(self) -> bool:
         """Whether the epoch ends with the last batch that was read."""
-        return self._sharder.ended or self._seen_end()
+        return self._sharder.ended or self._saw_end()
 
-    def _seen_end(self) -> bool:
+    def _saw_end(self) -> bool:
         """Whether the last batch was short because the stream has ended."""
-        if self._history is not None and self._history.seen_end is not None:
-            return self._history.seen_end
+        if self._history is not None and self._history.saw_end is not None:
+            return self._history.saw_end
         return bool(getattr(getattr(self._running, "_dataset_fetcher", None), "ended", False))
 
     def spare(self, epoch: int) -> Any:
@@ -343,7 +356,7 @@ class LoaderStream(_OneSource):
         self._slots.begin(epoch, first, left if left is None or step == 1 else max(1, left))
         iterator, batches = (None, iter(())) if self._history.at_end else self._open_iterator(loader, epoch, first)
         self._running = iterator
-        if self._history.active and self._sharder.sized and epoch > 0 == start:
+        if self._history.active and self._sharder.has_length and epoch > 0 == start:
             batches = _start_over_if_empty(batches, lambda: self._open_iterator(loader, epoch, first)[1])
         if step > 1:
             batches = self._sharder.begin(batches, self._history, epoch, first, start, step, limit)
@@ -385,11 +398,14 @@ class IterableStream(_OneSource):
     def __init__(
         self, source: Iterable[Any], seed: int, stage: int, world: World = _ONE_PROCESS, continues: bool = False
     ) -> None:
-        self._source, self._continues = source, continues
+        self._source = source
+        self._continues = continues
         self._history = StateHistory(source, readable=True)
         self._seed, self._stage = seed, stage
         self._ready = is_plain_list(source)
-        self._one_shot, self._read, self._exhausted = isinstance(source, Iterator), False, False
+        self._one_shot = isinstance(source, Iterator)
+        self._read = False
+        self._exhausted = False
         self._said_that_it_continues = False
         self._primed: tuple[Iterator[Any], int] | None = None
         self.exact = self._ready
@@ -398,9 +414,12 @@ class IterableStream(_OneSource):
         if isinstance(source, DataLoader):
             whole = not isinstance(source.dataset, IterableDataset) and not knows_processes(source)
             what, better = "overrides __iter__, so it is", "use torch's DataLoader; persistent_workers=True keeps its workers."
-        self._world, self._length = world, length_of(source)
+        self._world = world
+        self._length = length_of(source)
         self._sharder = StreamSharder(world, name, self._length, whole=whole, resampled=resamples(source))
-        self._shares, self.sharders, self.histories = self._sharder, [self._sharder], [self._history]
+        self._shares = self._sharder
+        self.sharders = [self._sharder]
+        self.histories = [self._history]
         if self._ready:
             self._history.stop()
             self._sharder.ready(source)  # type: ignore[arg-type]  # it is a list
@@ -495,7 +514,7 @@ class IterableStream(_OneSource):
         if self._one_shot and not self._history.at_end:
             iterator = self._once(iterator, epoch, continued)
         batches = _seed_each(iterator, keys, first)
-        if self._history.active and self._sharder.sized and epoch > 0 == start:
+        if self._history.active and self._sharder.has_length and epoch > 0 == start:
             batches = _start_over_if_empty(batches, lambda: _seed_each(iter(self._source), keys, 0))
         if step > 1:
             # what is read of an iterator that continues in the next epoch must be used in this one
@@ -524,7 +543,7 @@ class CombinedStream(Stream):
     Combined micro-batch m consists of the same batches on any number of processes.
     """
 
-    counted = 0
+    last_length = 0
 
     def __init__(
         self,
@@ -609,7 +628,7 @@ class CombinedStream(Stream):
         elif step == 1:
             batches = self._sequential(epoch, start, end)
         else:
-            batches = self._sharded_sequential(epoch, start + turn, end, step)
+            batches = self._read_in_sequence(epoch, start + turn, end, step)
         return batches if end is None else islice(batches, len(range(start + turn, end, step)))
 
     def _prime(self, epoch: int, start: int, limit: int | None, turn: int, step: int) -> None:
@@ -629,12 +648,12 @@ class CombinedStream(Stream):
             yield self._loader.assemble(list(batches))
 
     def _sequential(self, epoch: int, start: int, end: int | None) -> Iterator[Any]:
-        before = 0  # batches of the loaders before
+        before = 0  # Number of batches of the loaders before this one.
         for stream in self._streams:
             limit = None if end is None else end - before
             if limit is not None and limit <= 0:
                 return
-            if stream.length is None or not stream.exact:  # only reading it shows where it ends
+            if stream.length is None or not stream.exact:  # Only reading the stream shows where it ends.
                 for number, batch in enumerate(stream.batches(epoch, 0, limit), before):
                     before = number + 1
                     if number >= start:
@@ -644,7 +663,7 @@ class CombinedStream(Stream):
                 yield from stream.batches(epoch, max(0, start - before), limit)
             before += stream.length
 
-    def _sharded_sequential(self, epoch: int, m: int, end: int | None, step: int) -> Iterator[Any]:
+    def _read_in_sequence(self, epoch: int, m: int, end: int | None, step: int) -> Iterator[Any]:
         before = 0
         for stream in self._streams:
             length = stream.length if stream.exact else None
@@ -654,7 +673,7 @@ class CombinedStream(Stream):
                     m += step
             if end is not None and m >= end:
                 return
-            before += stream.counted if length is None else length
+            before += stream.last_length if length is None else length
 
     def _until_all_wrapped(self, cycles: Sequence[_Cycle | _ShardedCycle]) -> Iterator[Any]:
         while True:
@@ -662,8 +681,8 @@ class CombinedStream(Stream):
             batches = [_END if wrapped else cycle.next() for wrapped, cycle in zip(before, cycles, strict=True)]
             if all(cycle.wrapped for cycle in cycles):
                 return
-            asked = zip(before, batches, cycles, strict=True)
-            batches = [cycle.next() if wrapped else batch for wrapped, batch, cycle in asked]
+            rows = zip(before, batches, cycles, strict=True)
+            batches = [cycle.next() if wrapped else batch for wrapped, batch, cycle in rows]
             pairs = zip(batches, cycles, strict=True)
             yield self._loader.assemble([cycle.again() if batch is _END else batch for batch, cycle in pairs])
 
@@ -677,9 +696,11 @@ class _Cycle:
     """A stream that restarts when it ends."""
 
     def __init__(self, stream: Stream, epoch: int, start: int, step: int, end: int | None) -> None:
-        self._stream, self._epoch, self._end = stream, epoch, end
+        self._stream = stream
+        self._epoch = epoch
+        self._end = end
         self._number, rest = divmod(start, stream.length) if stream.exact and stream.length else (0, 0)
-        self._m = start if stream.exact else 0  # of all batches, not only those of this cycle
+        self._m = start if stream.exact else 0  # Counts all batches, not only those of this cycle.
         self.wrapped = self._number > 0
         self._batches = self._open(rest)
         if not stream.exact:  # the end of a cycle is only known after reading it
@@ -713,9 +734,12 @@ class _ShardedCycle:
     """The batches m, m + step, … of a stream that restarts when it ends."""
 
     def __init__(self, stream: Stream, epoch: int, m: int, step: int, end: int | None) -> None:
-        self._stream, self._epoch, self._step = stream, epoch, step
-        self._left = None if end is None else end - m  # places of all batches, from the next one on
-        self._number, self._m = 0, m  # the next batch: its cycle, and its place in it
+        self._stream = stream
+        self._epoch = epoch
+        self._step = step
+        self._left = None if end is None else end - m  # Number of batches that are left, counted over all processes.
+        self._number = 0  # The cycle of the next batch.
+        self._m = m  # The place of the next batch in its cycle.
         self._batches: Iterator[Any] | None = None
         self.wrapped = False
         if stream.exact and stream.length:
@@ -731,7 +755,9 @@ class _ShardedCycle:
         """Advance to the cycle that contains the next batch, if all cycles have the known length."""
         cycles, self._m = divmod(self._m, length)
         if cycles:
-            self._number, self._batches, self.wrapped = self._number + cycles, None, True
+            self._number = self._number + cycles
+            self._batches = None
+            self.wrapped = True
 
     def next(self) -> Any:
         """The next batch, or `_END` if `again` must return it."""
@@ -755,9 +781,10 @@ class _ShardedCycle:
         """The next batch, in a cycle that has not been opened yet."""
         while True:
             if self._batches is not None:  # it has ended: only its end shows where
-                if self._stream.counted == 0:
+                if self._stream.last_length == 0:
                     raise DataError("a loader inside a CombinedLoader yielded no batch. Remove it, or fill its dataset.")
-                self._m, self._number = self._m - self._stream.counted, self._number + 1
+                self._m = self._m - self._stream.last_length
+                self._number = self._number + 1
             self._open()
             assert self._batches is not None
             batch = next(self._batches, _END)

@@ -17,7 +17,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 from weakref import finalize
 
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 from trainkit.data.combined import begins_again
 from trainkit.data.comparison import ReadRecord, digest, overlap
 from trainkit.data.order import CYCLE
@@ -27,7 +27,8 @@ from trainkit.errors import DataError
 __all__ = ["Resumption", "StateHistory", "StreamSharder", "has_state", "notice_unsaved", "rewind"]
 
 _AFTER_END = "state after the end of the epoch"
-_evaluated: dict[int, tuple[Any, Any]] = {}  # by identity: the state before its first evaluation, and what keeps it alive
+# Id → the state before its first evaluation, and the object, which keeps the id valid.
+_evaluated: dict[int, tuple[Any, Any]] = {}
 
 
 def has_state(owner: Any) -> bool:
@@ -49,7 +50,7 @@ def rewind(owner: Any) -> None:
     alive = None
     try:
         finalize(owner, _evaluated.pop, id(owner))
-    except TypeError:  # of a class with slots
+    except TypeError:  # An object with slots may not allow weak references.
         alive = owner
     _evaluated[id(owner)] = copy.deepcopy(owner.state_dict()), alive
 
@@ -64,9 +65,9 @@ def notice_unsaved(name: str, why: str) -> None:
 
 
 class _Entry(NamedTuple):
-    number: int  # of batches that were read
+    number: int  # Number of batches that were read.
     state: Any
-    last: str | None  # digest of the last of them
+    last: str | None  # Digest of the last one of them.
 
 
 class Resumption(NamedTuple):
@@ -139,7 +140,9 @@ class StateHistory:
 
     def stop(self) -> None:
         """Keep no states, because none will be saved: this is an evaluation, and each one reads the same batches."""
-        self._rewinds, self.active, self.kept = self.active, False, False
+        self._rewinds = self.active
+        self.active = False
+        self.kept = False
 
     def rewind(self) -> None:
         """Before an evaluation: see the function."""
@@ -152,7 +155,7 @@ class StateHistory:
             return None
         if self._waiting is not None and self._waiting.batches == batches:
             return self._waiting
-        if self.active and batches == 0 and not self._running:  # between two epochs it may continue where it is
+        if self.active and batches == 0 and not self._running:  # Between two epochs the iterable may continue where it is.
             return Resumption(0, self._state())
         earlier: _Entry | None = None
         for entry in self._entries:
@@ -170,7 +173,9 @@ class StateHistory:
     def begin(self, start: int) -> int:
         """An iteration begins at batch `start`; returns the number of the batch from which the iterable now reads."""
         resumed, self._waiting = self._waiting, None
-        self.at_end, self.resumed, self._origin = False, None, None
+        self.at_end = False
+        self.resumed = None
+        self._origin = None
         ended = resumed is not None and isinstance(resumed.state, Mapping) and set(resumed.state) == {_AFTER_END}
         if resumed is not None and resumed.batches == start and not ended:
             self.resumed = resumed
@@ -182,7 +187,7 @@ class StateHistory:
             why = why or ("the checkpoint has no state of it" if self.active else "it has no state_dict")
             notice(
                 f"{type(self._owner).__name__} cannot start in the middle, as {why}: skipping through "
-                f"{counted(start, 'batch')}."
+                f"{quantity(start, 'batch')}."
             )
         return 0
 
@@ -211,7 +216,7 @@ class StateHistory:
         return copy.deepcopy(self._owner.state_dict())
 
     @property
-    def seen_end(self) -> bool | None:
+    def saw_end(self) -> bool | None:
         """Whether the end was seen with the present batch, if that was read ahead; `None`: it was not."""
         return None if self._read_ahead is None else self._read_ahead[1]
 
@@ -284,7 +289,7 @@ class StateHistory:
 
 _COMPARED = 4  # batches that are compared before the first one is used
 _ONE_PROCESS = World()
-_LIST = 32  # of a list, which is in memory
+_LIST = 32  # Places of a list at which batches are compared: it is in memory.
 _SAME = 0.25  # share of equal samples from which on two processes read the same data: duplicates in it are fewer
 _END = "the end of the stream"
 
@@ -305,7 +310,7 @@ class StreamSharder:
     Attributes:
         compares_later: batches after the first ones are compared too; False inside a `CombinedLoader`.
         splits: each process has its own stream, whose batch i is number i·W + rank of all; the process reads all of it.
-        counted: number of batches in the last epoch that was read to its end.
+        last_length: number of batches in the last epoch that was read to its end.
         record: what this process has read of the epoch, by content.
         spare: the first batch that was read, until this process has one of its own; see `padding`.
         ended: nothing is left to read of the epoch.
@@ -315,7 +320,7 @@ class StreamSharder:
         self,
         world: World,
         name: str,
-        own: int | None = None,
+        length: int | None = None,
         samples: int | None = None,
         extra: int = 0,
         seen: Callable[[], bool] = lambda: False,
@@ -323,14 +328,20 @@ class StreamSharder:
         resampled: bool = False,
     ) -> None:
         self._seen = seen
-        self._world, self._name, self._whole_dataset, self._resampled = world, name, whole, resampled
-        self._samples, self._own, self._extra = samples, own, extra
-        self._stated = self._agree_on_length(own)
+        self._world = world
+        self._name = name
+        self._whole_dataset = whole
+        self._resampled = resampled
+        self._samples = samples
+        self._own = length
+        self._extra = extra
+        self._stated = self._agree_on_length(length)
         self._decided = self._overlaps_checked = resampled
         self._said_where_it_ends = False
         self.record = ReadRecord()
-        self.compares_later, self.splits = True, resampled and world.size > 1
-        self.counted = 0
+        self.compares_later = True
+        self.splits = resampled and world.size > 1
+        self.last_length = 0
         self.spare: Any = None
         self._lent: Any = None
         self.ended = False
@@ -344,7 +355,9 @@ class StreamSharder:
     def for_separate_datasets(cls, world: World, name: str) -> StreamSharder:
         """For a map-style dataset of which each process has its own part: at the end of an epoch the parts are compared."""
         sharder = cls(_ONE_PROCESS, name)
-        sharder._world, sharder._decided, sharder.splits = world, True, True
+        sharder._world = world
+        sharder._decided = True
+        sharder.splits = True
         return sharder
 
     def record_samples(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -355,9 +368,11 @@ class StreamSharder:
                 self.record.add_samples(batch)
             yield batch
 
-    def restate(self, own: int | None, samples: int | None = None) -> None:
+    def restate(self, length: int | None, samples: int | None = None) -> None:
         """Set the stated lengths, after they have changed; arguments as of the constructor. Collective."""
-        self._own, self._samples, self._stated = own, samples, self._agree_on_length(own)
+        self._stated = self._agree_on_length(length)
+        self._own = length
+        self._samples = samples
         self._said_where_it_ends = False
 
     @property
@@ -366,7 +381,7 @@ class StreamSharder:
         return self._lent if self.spare is None else self.spare
 
     @property
-    def sized(self) -> bool:
+    def has_length(self) -> bool:
         """Whether this process's stream has a stated length, which is not 0."""
         return bool(self._own)
 
@@ -375,11 +390,11 @@ class StreamSharder:
         """Stated number of batches of an epoch over all processes."""
         return self._stated * self._world.size if self._stated is not None and self.splits else self._stated
 
-    def _agree_on_length(self, own: int | None) -> int | None:
+    def _agree_on_length(self, own_length: int | None) -> int | None:
         """The largest length over all processes; `None` if one of them has no length. Collective."""
         if self._world.size == 1:
-            return own
-        lengths: list[int | None] = self._world.exchange(own)
+            return own_length
+        lengths: list[int | None] = self._world.exchange(own_length)
         known = [length for length in lengths if length is not None]
         return max(known) if len(known) == len(lengths) else None
 
@@ -394,8 +409,8 @@ class StreamSharder:
         places = sorted({len(batches) * place // _LIST for place in range(_LIST)} | {len(batches) - 1}) if batches else []
         for place in places:
             self.record.add_samples(batches[place])
-        found = self._decide([digest(batches[place]) for place in places] + [str(len(batches))])
-        self._share([len(theirs) > 1 for theirs in found], batches[:1])
+        by_rank = self._decide([digest(batches[place]) for place in places] + [str(len(batches))])
+        self._share([len(theirs) > 1 for theirs in by_rank], batches[:1])
 
     def reads(
         self, first: int, limit: int | None, turn: int, step: int, splits: bool | None = None, extra: int = 0
@@ -449,13 +464,13 @@ class StreamSharder:
             self.record.begin()
             for batch in head:
                 self.record.add_samples(batch)
-        found = self._decide([None if batch is None else digest(batch) for batch in head])
-        self._share([bool(theirs) for theirs in found], head)
+        by_rank = self._decide([None if batch is None else digest(batch) for batch in head])
+        self._share([bool(theirs) for theirs in by_rank], head)
         return batches
 
     def _share(self, has: list[bool], head: Sequence[Any]) -> None:
         """Give a batch of the first process that has one to those that have none, for the steps of the others. Collective."""
-        self._lent = head[0] if head else None  # its own, as a resumed epoch may skip all that it has
+        self._lent = head[0] if head else None  # A rank takes its own batch, as a resumed epoch may skip all that it has.
         if any(has) and not all(has):
             batch = self._world.broadcast_user_object(self._lent, has.index(True))
             self._lent = head[0] if head else batch
@@ -468,8 +483,8 @@ class StreamSharder:
         Returns:
             The digests of all processes.
         """
-        found = self._world.exchange([list(digests), None if self._decided else self.record.sketch()])
-        read = [theirs for theirs, _ in found]
+        answers = self._world.exchange([list(digests), None if self._decided else self.record.sketch()])
+        read = [theirs for theirs, _ in answers]
         columns = [
             {theirs[place] if place < len(theirs) else _END for theirs in read} - {None} for place in range(max(map(len, read)))
         ]
@@ -477,10 +492,11 @@ class StreamSharder:
         if differ and self._decided and not self.splits:
             raise self.different_streams()
         if any(columns) and not self._decided:
-            self._decided, self.splits = True, differ
+            self._decided = True
+            self.splits = differ
             self._tell(len(columns))
             if differ:
-                self._warn_of_overlap([sketch for _, sketch in found])
+                self._warn_of_overlap([sketch for _, sketch in answers])
         return read
 
     def _tell(self, compared: int) -> None:
@@ -499,7 +515,7 @@ class StreamSharder:
             )
         else:
             notice(
-                f"{self._name} yields the same batches on every process ({counted(compared, 'batch')} compared"
+                f"{self._name} yields the same batches on every process ({quantity(compared, 'batch')} compared"
                 f"{', and later ones too' if self.compares_later else ''}): each process reads all of them and uses one in "
                 f"{self._world.size}. To save the extra reading, let the dataset yield only the part of its rank "
                 "(torch.distributed.get_rank()); nothing else has to change."
@@ -580,7 +596,7 @@ class StreamSharder:
         batches, reached = self._skip(batches, history, first, begin, start, reopen)
         count = self.reads(begin, limit, turn, step, extra=self._extra)
         if reached < begin:
-            self.counted = reached * (step if self.splits else 1)
+            self.last_length = reached * (step if self.splits else 1)
             if step == 1:
                 self._finish(reached, reached, self.reads(reached, limit, 0, 1), self._own)
         elif step == 1 or self.splits:
@@ -609,7 +625,7 @@ class StreamSharder:
                 if exact:
                     notice(
                         f"{self._name} did not continue where its state_dict was saved, so the epoch was read from its "
-                        f"beginning: {counted(number, 'batch')} skipped."
+                        f"beginning: {quantity(number, 'batch')} skipped."
                     )
             if not exact:
                 self._warn_of_other_data(begin)
@@ -628,7 +644,7 @@ class StreamSharder:
             return
         warn(
             f"{self._name} does not continue where the checkpoint was saved: batch {batches} of the epoch differs from the one "
-            f"that was trained on. In this epoch, data of the first {counted(batches, 'batch')} may be repeated, and as much "
+            f"that was trained on. In this epoch, data of the first {quantity(batches, 'batch')} may be repeated, and as much "
             "other data may be skipped; the next epoch is not affected. To resume exactly, give its shuffle a seed, such as "
             "shuffle(seed=0) or random.Random(0), or draw from the global generators (torch, numpy, random) in __iter__, which "
             "trainkit seeds.",
@@ -636,9 +652,9 @@ class StreamSharder:
         )
 
     def _parts(self, batches: Iterator[Any], history: StateHistory, begin: int, count: int | None, step: int) -> Iterator[Any]:
-        self.counted, number = begin * step, begin
+        self.last_length, number = begin * step, begin
         for number, batch in enumerate(islice(batches, count), begin + 1):
-            self.counted += step
+            self.last_length += step
             self.ended = number == self._own
             if history.kept:
                 self.record.add(batch)
@@ -664,7 +680,7 @@ class StreamSharder:
         self.ended = count is None or number < begin + count or number == self._stated
         if place > turn:
             yield mine
-        self.counted = number
+        self.last_length = number
         self._finish(number, begin, count, self._stated)
 
     def _finish(self, number: int, begin: int, count: int | None, stated: int | None) -> None:
@@ -684,12 +700,12 @@ class StreamSharder:
         self._said_where_it_ends = True
         if early or self._samples is None:
             notice(
-                f"{self._name} ended after {counted(number, 'batch')}, but its __len__ states {stated}: the epoch ends there.",
+                f"{self._name} ended after {quantity(number, 'batch')}, but its __len__ states {stated}: the epoch ends there.",
                 everywhere=self.splits,
             )
         else:
             notice(
-                f"{self._name} states {counted(self._samples, 'sample')} in its __len__, so each epoch ends after "
-                f"{counted(number, 'batch')}, and nothing is read after them. If it has more, correct __len__ or remove it.",
+                f"{self._name} states {quantity(self._samples, 'sample')} in its __len__, so each epoch ends after "
+                f"{quantity(number, 'batch')}, and nothing is read after them. If it has more, correct __len__ or remove it.",
                 everywhere=self.splits,
             )

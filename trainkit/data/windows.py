@@ -17,7 +17,7 @@ from trainkit.data.micro_batches import NO_BATCH, MicroBatch, MicroBatchKind, Wi
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
 
-__all__ = ["Window", "WindowPart", "checked_weight", "collect_windows", "plan_windows"]
+__all__ = ["Window", "WindowPart", "check_weight", "collect_windows", "plan_windows"]
 
 _END = object()
 
@@ -51,9 +51,14 @@ class Window:
         weights: list[float] | None = None,
         digest: int | None = None,
     ) -> None:
-        self.begin, self.total, self.per_rank = begin, total, per_rank
-        self.uneven, self.agreed, self.alike = uneven, agreed, alike
-        self.weights, self.digest = weights, digest
+        self.begin = begin
+        self.total = total
+        self.per_rank = per_rank
+        self.uneven = uneven
+        self.agreed = agreed
+        self.alike = alike
+        self.weights = weights
+        self.digest = digest
 
     def agree(self, world: World) -> bool:
         """Exchange the weights and numbers of all ranks. Collective, unless they are known already.
@@ -68,7 +73,9 @@ class Window:
         mine = [self.total, self.per_rank, *(self.weights or ())] + ([] if self.digest is None else [self.digest])
         weights, counts, *by_index = zip(*world.rows(mine), strict=True)
         digests = () if self.digest is None else by_index.pop()
-        self.total, self.per_rank, self.uneven = sum(weights), int(max(counts)), min(counts) != max(counts)
+        self.total = sum(weights)
+        self.per_rank = int(max(counts))
+        self.uneven = min(counts) != max(counts)
         if self.weights is not None:
             self.weights = [sum(weights) for weights in by_index]
         self.agreed = True
@@ -204,21 +211,21 @@ def collect_windows(
     Raises:
         DataError: `weigh` did not return a finite number ≥ 0.
     """
-    one_rank, end, wanted = world.size == 1, None if per_rank is None else index + per_rank, max(1, size - taken)
+    one_rank, end, missing = world.size == 1, None if per_rank is None else index + per_rank, max(1, size - taken)
     while end is None or index < end:
-        fetched = list(islice(batches, wanted))
+        fetched = list(islice(batches, missing))
         if one_rank and not fetched:
             return
         weights = [_weight_of(batch, count, weigh) for batch in fetched]
         window = Window(index, sum(weights), len(fetched), False, agreed=one_rank, alike=one_rank, digest=digest())
         if entries:
-            window.weights = weights + [0.0] * (wanted - len(weights))
+            window.weights = weights + [0.0] * (missing - len(weights))
         for place, (batch, weight) in enumerate(zip(fetched, weights, strict=True), 1):
             yield WindowPart(batch, index + place - 1, place == len(fetched), weight, window)
         if not fetched:
             yield WindowPart(NO_BATCH, index, True, 0.0, window)
         del fetched, weights
-        index, wanted = index + wanted, size
+        index, missing = index + missing, size
 
 
 def _weight_of(batch: Any, count: Callable[[Any], int], weigh: Callable[[Any], float] | None) -> float:
@@ -227,10 +234,10 @@ def _weight_of(batch: Any, count: Callable[[Any], int], weigh: Callable[[Any], f
         return 0.0
     if weigh is None:
         return float(count(batch))
-    return checked_weight(weigh(batch), "batch_weight must return", "return ")
+    return check_weight(weigh(batch), "batch_weight must return", "return ")
 
 
-def checked_weight(value: Any, what: str, example: str) -> float:
+def check_weight(value: Any, what: str, example: str) -> float:
     """A weight as a number.
 
     Raises:
