@@ -93,7 +93,7 @@ setup(
     package_data={"trainkit": ["py.typed"], "trainkit.names": ["*.json"]},
     include_package_data=False,
     zip_safe=False,
-    install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "fsspec"],
+    install_requires=["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "fsspec", "xxhash"],
     extras_require={
         "tensorboard": TENSORBOARD,
         "wandb": WANDB,

@@ -8,11 +8,12 @@ is relative to the mean of the two. The output shows the median and the range ov
 one run of the reference with the other: how far they are from 1 is the noise.
 
 - bytes: the size of the files, and the bytes passed to write calls (Linux), relative to the bytes of the tensors.
-- save: `Accelerator.save_state` to a new folder, compared with one loop that hashes the tensors with SHA-256 and writes them to
-  one file, 1 MiB at a time, and then calls fsync.
+- save: `Accelerator.save_state` to a new folder, compared with one loop that hashes the tensors with XXH3-128 and writes them
+  to one file, 1 MiB at a time, and then calls fsync.
 - finite: the check of a save whether values are finite, over all tensors, compared with `torch.isfinite(tensor).all()`.
 - stall: the time inside `Trainer.save_checkpoint(blocking=False)` at the end of a training step, while no other save runs,
-  compared with copying the same tensors into preallocated memory. The first save allocates that memory, and has its own line.
+  compared with copying the same tensors into preallocated memory. A `ModelCheckpoint` has that memory allocated before; the
+  first save has its own line.
 - load: reading and verifying, and all of `Accelerator.load_state` into a model whose optimizer has no state yet, compared with
   one loop that reads the same files into new memory and hashes them, 1 MiB at a time. For "cold", the files are dropped from
   the page cache first, where the system supports it (not macOS, not Windows); the host of a virtual disk may still cache them.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import math
 import weakref
@@ -14,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.resume.checkpoints import content
+from helpers.resume.checkpoints import content, digest
 from torch import Tensor, nn
 
 from trainkit import __version__
-from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan, HostBuffers
+from trainkit.checkpoint import checkpoint_plan as module
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan, HostBuffers, sizes_to_copy
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, digest_line
 from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, tensors_in
 from trainkit.errors import CheckpointError, UnsavableError
@@ -47,7 +47,7 @@ def made_of(**changes: Any) -> CheckpointContent:
 def written(draft: CheckpointPlan) -> dict[str, bytes]:
     """Contents of all files as a commit would write them, including the manifest and its digest."""
     files = {name: b"".join(bytes(piece) for piece in pieces) for name, pieces in draft.files()}
-    data = draft.manifest({name: hashlib.sha256(data).hexdigest() for name, data in files.items()}).to_bytes()
+    data = draft.manifest({name: digest(data) for name, data in files.items()}).to_bytes()
     return {**files, MANIFEST: data, DIGEST: digest_line(data)}
 
 
@@ -102,13 +102,13 @@ def test_the_files_hold_the_content(detached: bool) -> None:
 def test_the_manifest_tells_of_the_files() -> None:
     before = datetime.now(timezone.utc).replace(tzinfo=None)
     draft = CheckpointPlan(made_of())
-    manifest = draft.manifest({name: hashlib.sha256(name.encode()).hexdigest() for name, _ in draft.files()})
+    manifest = draft.manifest({name: digest(name.encode()) for name, _ in draft.files()})
     assert {name: entry.size for name, entry in manifest.files.items()} == {
         name: size for name, size in draft.sizes.items() if name not in (MANIFEST, DIGEST)
     }
-    assert manifest.files["state.json"].sha256 == hashlib.sha256(b"state.json").hexdigest()
+    assert manifest.files["state.json"].digest == digest(b"state.json")
     assert (manifest.run_id, manifest.step, manifest.position) == ("run1", 12, {"samples": 96})
-    assert (manifest.trainkit_version, manifest.format_version) == (__version__, 1)
+    assert (manifest.trainkit_version, manifest.format_version, manifest.checksum) == (__version__, 2, "xxh3-128")
     assert draft.run_id == "run1"
     saved_at = datetime.strptime(manifest.saved_at, "%Y-%m-%dT%H:%M:%S.%fZ")
     assert before <= saved_at <= datetime.now(timezone.utc).replace(tzinfo=None)
@@ -343,6 +343,29 @@ def test_the_second_copy_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     part = {name: value for name, value in files.items() if name.startswith("model")}
     assert {name: address(view) for name, view in buffers.copy(part).items()} == {name: first[name] for name in part}
     assert {name: address(view) for name, view in buffers.copy(files).items()} == first
+
+
+def test_reserved_memory_is_what_the_first_copy_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {"model": make(), "optimizer": {"0/a/exp_avg": torch.full((3000,), 0.5), "0/a/step": torch.tensor(1.0)}}
+    plan = CheckpointPlan(made_of(tensors=tensors, state={}))
+    buffers = HostBuffers()
+    buffers.reserve(sizes_to_copy(tensors), torch.device("cpu"))
+    held = buffers.nbytes
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: pytest.fail("memory is allocated"))
+    plan.detach(buffers)
+    assert buffers.nbytes == held > 0
+    monkeypatch.undo()
+    assert stored(written(plan), "optimizer")["0/a/exp_avg"].unique().tolist() == [0.5]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_sizes_to_copy_are_those_of_the_plan(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.setattr(module, "SPLIT_ABOVE_BYTES", 1000)
+    tensors = {"model": {f"w{n}": torch.zeros(100 + n) for n in range(7)}, "optimizer": {"0/w0/step": torch.tensor(1.0)}}
+    for rank in range(ranks):
+        plan = CheckpointPlan(made_of(tensors=tensors, state={}), rank=rank, ranks=ranks)
+        own = {name: file.size - len(file.header) for name, (file, _) in plan._tensors.items() if file.entries}
+        assert sizes_to_copy(tensors, rank=rank, ranks=ranks) == own
 
 
 def test_memory_follows_what_is_saved() -> None:

@@ -57,7 +57,7 @@ def test_parents_are_created_and_the_path_may_be_relative(run_dir: Path) -> None
 def test_the_manifest_and_then_its_digest_are_written_last(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = []
     write_file = module.write_file
-    monkeypatch.setattr(module, "write_file", lambda path, pieces: order.append(path.name) or write_file(path, pieces))
+    monkeypatch.setattr(module, "write_file", lambda path, *rest: order.append(path.name) or write_file(path, *rest))
     commit(draft(), run_dir / "a")
     assert order[-2:] == [MANIFEST, DIGEST]
     assert set(order) == set(names(run_dir / "a"))

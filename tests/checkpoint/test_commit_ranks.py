@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import threading
@@ -67,6 +68,14 @@ def failing(group: ThreadExchange, ranks: tuple[int, ...], error: BaseException 
 
 
 # -------------------------------------------------------------------------------------------------------- distributed
+
+
+def test_the_main_process_names_the_checksum(run_dir: Path) -> None:
+    kinds = ("sha256", "xxh3-128", "xxh3-128")
+    run_groups(3, lambda group: commit(drafted(group, checksum=kinds[group.rank]), Path("a"), group=group))
+    checkpoint = open_checkpoint("a")
+    assert checkpoint.manifest.checksum == "sha256"
+    checkpoint.verify()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -180,6 +189,27 @@ def test_an_error_of_another_class_is_the_same_on_all_too(run_dir: Path) -> None
     assert names(run_dir) == []
 
 
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_commit_takes_two_rounds(run_dir: Path, size: int) -> None:
+    """Names and checksums of files go to the main process only; what every rank receives does not grow with their number."""
+
+    def work(group: ThreadExchange) -> tuple[int, int]:
+        channel: Any = group._channel
+        collect, received = channel.collect, []
+
+        def counted(*args: Any) -> Any:
+            received.append(collect(*args))
+            return received[-1]
+
+        channel.collect = counted
+        commit(drafted(group), Path("a"), group=group)
+        return group.completed, len(json.dumps(received).replace(str(run_dir), ""))
+
+    rounds, received = zip(*run_groups(size, work), strict=True)
+    assert set(rounds) == {2}
+    assert max(received) < 100
+
+
 def test_an_interrupt_of_one_process(run_dir: Path) -> None:
     ends = try_groups(2, lambda group: commit(failing(group, (0,), KeyboardInterrupt()), Path("a"), group=group))
     assert [type(end) for end in ends] == [KeyboardInterrupt, CheckpointWriteError]
@@ -222,7 +252,7 @@ def test_a_process_that_dies_leaves_the_old_one(run_dir: Path) -> None:
 
     def work(group: ThreadExchange) -> Any:
         if group.rank == 1:
-            group.exchange([["", drafted(group).layout], None])
+            group.collect([["", drafted(group).layout, ""], None], lambda values: None)
             reached.set()
             raise SystemExit  # without telling the other ranks
         return commit(drafted(group), Path("a"), replace=True, group=group)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.resume.checkpoints import write_manifest
+from helpers.support import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -38,8 +39,9 @@ EXAMPLE = Manifest(
     saved_by="ModelCheckpoint",
     saved_at="2026-11-20T15:07:48.123456Z",
     trainkit_version="0.1.0",
-    format_version=1,
-    files={"state.json": FileEntry(12, "0" * 64), "model.safetensors": FileEntry(0, "af" * 32)},
+    format_version=2,
+    checksum="xxh3-128",
+    files={"state.json": FileEntry(12, "0" * 32), "model.safetensors": FileEntry(0, "af" * 16)},
 )
 
 
@@ -103,6 +105,7 @@ def test_the_digest_is_what_sha256sum_reads(run_dir: Path) -> None:
 
 BAD_FIELDS: list[tuple[str, Any]] = [
     *[("format_version", value) for value in (0, -1, True, 1.0, "1", None)],
+    *[("checksum", value) for value in ("", "crc32", "XXH3-128", "SHA256", None, 7, [], {})],
     *[("run_id", value) for value in ("", "../x", "a/b", "a b", "x" * 65, "ü", "a\n", 7, None)],
     *[
         (name, value)
@@ -140,15 +143,15 @@ BAD_FIELDS: list[tuple[str, Any]] = [
             {"a": None},
             {"a": {}},
             {"a": {"size": 1}},
-            {"a": {"size": -1, "sha256": "0" * 64}},
-            {"a": {"size": 1.0, "sha256": "0" * 64}},
-            {"a": {"size": True, "sha256": "0" * 64}},
-            {"a": {"size": 2**63, "sha256": "0" * 64}},
-            {"a": {"size": 1, "sha256": "0" * 63}},
-            {"a": {"size": 1, "sha256": "F" * 64}},
-            {"a": {"size": 1, "sha256": "g" * 64}},
-            {"a": {"size": 1, "sha256": None}},
-            {"a": {"size": 1, "sha256": "0" * 64}, "A": {"size": 1, "sha256": "0" * 64}},
+            {"a": {"size": -1, "xxh3-128": "0" * 32}},
+            {"a": {"size": 1.0, "xxh3-128": "0" * 32}},
+            {"a": {"size": True, "xxh3-128": "0" * 32}},
+            {"a": {"size": 2**63, "xxh3-128": "0" * 32}},
+            {"a": {"size": 1, "xxh3-128": "0" * 31}},
+            {"a": {"size": 1, "xxh3-128": "F" * 32}},
+            {"a": {"size": 1, "xxh3-128": "g" * 32}},
+            {"a": {"size": 1, "xxh3-128": None}},
+            {"a": {"size": 1, "xxh3-128": "0" * 32}, "A": {"size": 1, "xxh3-128": "0" * 32}},
         )
     ],
 ]
@@ -170,6 +173,50 @@ def test_a_field_that_is_missing_is_named(field: str) -> None:
     values = as_json()
     del values[field]
     with pytest.raises(CorruptCheckpointError, match=rf"run/manifest\.json.*'{field}'.* missing"):
+        read(values)
+
+
+def in_format_1(**changes: Any) -> dict[str, Any]:
+    """As version 0.1 wrote it: it names no algorithm."""
+    values = as_json(format_version=1, files={"state.json": {"size": 12, "sha256": "0" * 64}})
+    del values["checksum"]
+    return {**values, **changes}
+
+
+def test_a_manifest_in_format_1_has_sha256() -> None:
+    manifest = read(in_format_1())
+    assert (manifest.format_version, manifest.checksum) == (1, "sha256")
+    assert manifest.files == {"state.json": FileEntry(12, "0" * 64)}
+    assert json.loads(manifest.to_bytes())["files"] == {"state.json": {"size": 12, "sha256": "0" * 64}}
+
+
+@pytest.mark.parametrize(
+    "values, message",
+    [
+        # the name of a faster algorithm over the same digests, and the other way round
+        (as_json(checksum="sha256"), r"\['files'\]\['state.json'\]\['sha256'\]: expected a SHA-256 of 64 hexadecimal digits"),
+        (
+            as_json(files={"state.json": {"size": 12, "sha256": "0" * 64}}),
+            r"\['state.json'\]\['xxh3-128'\]: expected a XXH3-128 of 32 hexadecimal digits, got 'none'",
+        ),
+        (as_json(files={"state.json": {"size": 12, "xxh3-128": "0" * 64}}), "expected a XXH3-128 of 32 hexadecimal digits"),
+        # one that no version has had
+        (
+            as_json(checksum="crc32"),
+            r"\['checksum'\]: expected the name of a checksum, one of 'xxh3-128', 'sha256', got 'crc32'",
+        ),
+        # an old format with a check that it did not have
+        (
+            in_format_1(checksum="xxh3-128", files={"state.json": {"size": 12, "xxh3-128": "0" * 32}}),
+            r"\['checksum'\]: expected 'sha256' in format 1, got 'xxh3-128'",
+        ),
+        (in_format_1(files={"state.json": {"size": 12, "xxh3-128": "0" * 32}}), "expected a SHA-256 of 64 hexadecimal digits"),
+        # a new one with the entries of the old one
+        (in_format_1(format_version=2), r"\['checksum'\] is missing"),
+    ],
+)
+def test_digests_must_be_those_of_the_algorithm_that_it_names(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match=message):
         read(values)
 
 
@@ -216,7 +263,7 @@ BAD_NAMES = [
 def test_a_name_that_is_not_a_plain_file_name_is_refused(name: str) -> None:
     assert not is_file_name(name)
     with pytest.raises(CorruptCheckpointError, match=r"run/manifest\.json.*'files'"):
-        read(as_json(files={name: {"size": 1, "sha256": "0" * 64}}))
+        read(as_json(files={name: {"size": 1, "xxh3-128": "0" * 32}}))
 
 
 def test_plain_names_pass() -> None:
@@ -224,7 +271,7 @@ def test_plain_names_pass() -> None:
     names += ["config.json", "README", "console.txt", "manifests.json"]
     assert all(map(is_file_name, names))
     assert not is_file_name(7)
-    assert list(read(as_json(files={name: {"size": 1, "sha256": "0" * 64} for name in names})).files) == names
+    assert list(read(as_json(files={name: {"size": 1, "xxh3-128": "0" * 32} for name in names})).files) == names
 
 
 @pytest.mark.parametrize(
@@ -251,9 +298,9 @@ def test_other_data_is_refused(data: bytes) -> None:
 
 def test_a_newer_format_is_not_called_corrupt() -> None:
     with pytest.raises(
-        CheckpointError, match=r"run/manifest\.json: .*newer trainkit \(format 2; this one reads 1\).*upgrade"
+        CheckpointError, match=r"run/manifest\.json: .*newer trainkit \(format 3; this one reads 2\).*upgrade"
     ) as raised:
-        read({"format_version": 2, "files": "now something else"})
+        read({"format_version": 3, "files": "now something else"})
     assert not isinstance(raised.value, CorruptCheckpointError)
 
 
@@ -264,7 +311,7 @@ def test_fields_of_a_later_version_are_ignored() -> None:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_a_damaged_manifest_never_does_worse_than_an_error(data: st.DataObject) -> None:
     """Reading a damaged manifest raises a `CheckpointError` or returns a manifest that can be written again."""
     damaged = bytearray(EXAMPLE.to_bytes())
@@ -292,15 +339,17 @@ def test_a_damaged_manifest_never_does_worse_than_an_error(data: st.DataObject) 
         ("metrics", {"a": "x"}),
         ("metrics", {"a": 10**400}),
         ("metrics", {7: 1.0}),
-        ("files", {"../x": FileEntry(1, "0" * 64)}),
+        ("files", {"../x": FileEntry(1, "0" * 32)}),
         ("files", {"x": FileEntry(1, "short")}),
         ("saved_at", "yesterday"),
-        ("format_version", 2),
+        ("format_version", 3),
+        ("checksum", "crc32"),
+        ("checksum", "sha256"),
     ],
     ids=repr,
 )
 def test_invalid_fields_are_not_written(field: str, value: Any) -> None:
-    with pytest.raises(UnsavableError, match=field):
+    with pytest.raises(UnsavableError, match="files" if value == "sha256" else field):
         replace(EXAMPLE, **{field: value}).to_bytes()
 
 

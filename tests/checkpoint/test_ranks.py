@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from helpers.worlds.threaded import run_groups, try_groups
+from helpers.worlds.threaded import FakeWorld, run_groups, run_threads, try_groups
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,12 +30,55 @@ def failing(errors: dict[int, BaseException], **options: Any) -> list[Any]:
     return try_groups(3, work)
 
 
-def test_all_ranks_get_all_results() -> None:
-    assert failing({}) == [[0, 10, 20]] * 3
+def test_all_ranks_get_the_result_of_the_main_process() -> None:
+    assert failing({}) == [0] * 3
+
+
+def test_all_ranks_get_the_answer_to_all_results() -> None:
+    asked: list[list[int]] = []
+
+    def answer(results: list[int]) -> int:
+        asked.append(results)
+        return sum(results)
+
+    assert failing({}, answer=answer) == [30] * 3
+    assert asked == [[0, 10, 20]]  # on the main process only
+    assert failing({1: CheckpointError("this")}, answer=answer)[0].args == ("rank 1: this",)
+    assert len(asked) == 1
+
+
+def test_an_answer_that_fails_is_an_error_of_the_main_process() -> None:
+    def answer(results: list[int]) -> None:
+        raise OSError("full")
+
+    ends = failing({}, answer=answer, otherwise=CheckpointWriteError)
+    assert [(type(end), str(end)) for end in ends] == [(CheckpointWriteError, "rank 0: OSError: full")] * 3
+    assert [type(end.__cause__) for end in ends] == [OSError, type(None), type(None)]
+
+
+def test_a_world_gathers_only_errors() -> None:
+    """Without an error, two collectives that grow with log N are enough."""
+
+    def work(world: FakeWorld, error: Exception | None) -> Any:
+        def act() -> int:
+            if world.rank == 1 and error is not None:
+                raise error
+            return world.rank
+
+        gathers: list[Any] = []
+        collect, world.collect = world.collect, lambda *args: gathers.append(1) or collect(*args)  # type: ignore[method-assign]
+        try:
+            return run_on_all_ranks(world, act), len(gathers)
+        except CheckpointError as raised:
+            return str(raised), len(gathers)
+
+    assert run_threads(3, work, None) == [(0, 0)] * 3
+    assert run_threads(3, work, CheckpointError("this")) == [("rank 1: this", 1)] * 3
 
 
 def test_a_single_process_only_runs_the_work() -> None:
-    assert run_on_all_ranks(ThreadExchange(), lambda: object) == [object]  # not even JSON
+    assert run_on_all_ranks(ThreadExchange(), lambda: object) is object  # not even JSON
+    assert run_on_all_ranks(ThreadExchange(), lambda: 1, answer=lambda results: [results]) == [[1]]
     error = ValueError("x")
 
     def act() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import os
 import random
 import shutil
@@ -12,15 +15,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from helpers.resume.checkpoints import IMPORTABLE, content, load, make, names
 
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.folder import candidates, list_checkpoints
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, is_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, StateMismatchError
+
+FORMAT_1 = Path(__file__).parent / "format_1"
 
 
 def problem(path: Path) -> str:
@@ -183,10 +190,11 @@ DAMAGE: dict[str, Callable[[Path, bytes], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("shard", [5 * 10**9, 40])
-def test_damage_is_found_and_named_and_the_next_older_is_used(run_dir: Path, damage: str, shard: int) -> None:
+@pytest.mark.parametrize("checksum, shard", [("xxh3-128", 5 * 10**9), ("xxh3-128", 40), ("sha256", 5 * 10**9)])
+def test_damage_is_found_and_named_and_the_next_older_is_used(run_dir: Path, damage: str, checksum: str, shard: int) -> None:
     make(run_dir / "old")
-    path = make(run_dir / "new", 2, step=20, max_shard_size=shard)
+    path = make(run_dir / "new", 2, step=20, max_shard_size=shard, checksum=checksum)
+    assert open_checkpoint(path).manifest.checksum == checksum
     assert newest(run_dir) == 20
     assert len(names(path)) >= 7
     for name in names(path):
@@ -202,10 +210,11 @@ def test_damage_is_found_and_named_and_the_next_older_is_used(run_dir: Path, dam
     assert newest(run_dir) == 20
 
 
+@pytest.mark.parametrize("checksum", CHECKSUMS)
 @pytest.mark.parametrize("shard", [5 * 10**9, pytest.param(40, marks=pytest.mark.slow)])
-def test_every_flipped_bit_is_found_and_named(run_dir: Path, shard: int) -> None:
+def test_every_flipped_bit_is_found_and_named(run_dir: Path, shard: int, checksum: str) -> None:
     make(run_dir / "old")
-    path = make(run_dir / "new", 2, step=20, max_shard_size=shard)
+    path = make(run_dir / "new", 2, step=20, max_shard_size=shard, checksum=checksum)
     numbers = random.Random(0)
     for name in names(path):
         data = (path / name).read_bytes()
@@ -220,6 +229,78 @@ def test_every_flipped_bit_is_found_and_named(run_dir: Path, shard: int) -> None
         assert newest(run_dir) == 10
         (path / name).write_bytes(data)
     assert newest(run_dir) == 20
+
+
+@pytest.mark.parametrize("checksum", CHECKSUMS)
+def test_blocks_and_files_of_the_same_size_that_change_places_are_found(run_dir: Path, checksum: str) -> None:
+    blocks = torch.arange(3 * 2**18, dtype=torch.int32).view(3, -1)  # 1 MiB each, as they are written
+    path = make(run_dir / "a", tensors={"model": {"x": blocks}, "model_1": {"x": blocks + 1}}, checksum=checksum)
+    file, other = path / "model.safetensors", path / "model_1.safetensors"
+    data, header = file.read_bytes(), file.stat().st_size - blocks.nbytes
+    first, second = data[header : header + 2**20], data[header + 2**20 : header + 2 * 2**20]
+    file.write_bytes(data[:header] + second + first + data[header + 2 * 2**20 :])
+    assert str(file) in problem(path)
+    file.write_bytes(other.read_bytes())
+    assert str(file) in problem(path)
+    other.write_bytes(data)
+    assert str(file) in problem(path)
+    file.write_bytes(data)
+    assert str(other) in problem(path)
+
+
+def test_the_digests_are_those_of_the_algorithm_that_the_manifest_names(run_dir: Path) -> None:
+    for checksum, hash_of in {
+        "xxh3-128": lambda data: xxhash.xxh3_128(data).hexdigest(),
+        "sha256": lambda data: hashlib.sha256(data).hexdigest(),
+    }.items():
+        path = make(run_dir / checksum, checksum=checksum)
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        assert (manifest["format_version"], manifest["checksum"]) == (2, checksum)
+        assert set(manifest["files"]) == set(names(path)) - {MANIFEST, DIGEST}
+        for name, entry in manifest["files"].items():
+            data = (path / name).read_bytes()
+            assert entry == {"size": len(data), checksum: hash_of(data)}
+        # the manifest itself always has SHA-256
+        assert (path / DIGEST).read_text() == f"{hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()}  {MANIFEST}\n"
+
+
+# ------------------------------------------------------------------------------------------------------------ format 1
+
+
+@pytest.fixture
+def in_format_1(run_dir: Path) -> Path:
+    """A copy of `make(path, minute=7)` as version 0.1 wrote it before it named the algorithm (commit fd6a3d41)."""
+    return Path(shutil.copytree(FORMAT_1, run_dir / "old", dirs_exist_ok=True))
+
+
+def test_a_checkpoint_in_format_1_is_verified_and_read(in_format_1: Path, run_dir: Path) -> None:
+    old, new = open_checkpoint(in_format_1), open_checkpoint(make(run_dir / "new", minute=7))
+    old.verify()
+    assert (old.manifest.format_version, old.manifest.checksum) == (1, "sha256")
+    same = {"format_version": 2, "checksum": "xxh3-128", "files": new.manifest.files, "metrics": {}}
+    assert dataclasses.replace(old.manifest, **same) == dataclasses.replace(new.manifest, metrics={})
+    before, after = old.read(), new.read()
+    assert before.state["mine"] == after.state["mine"]
+    for stem, tensors in after.tensors.items():
+        assert before.tensors[stem].keys() == tensors.keys()
+        assert all(torch.equal(before.tensors[stem][name], tensor) for name, tensor in tensors.items())
+    for name in old.manifest.files:
+        assert (in_format_1 / name).read_bytes() == (run_dir / "new" / name).read_bytes()
+
+
+def test_damage_to_a_checkpoint_in_format_1_is_found(in_format_1: Path) -> None:
+    for name in names(in_format_1):
+        data = (in_format_1 / name).read_bytes()
+        (in_format_1 / name).write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
+        assert name in problem(in_format_1) or name == DIGEST
+        (in_format_1 / name).write_bytes(data)
+    open_checkpoint(in_format_1).verify()
+
+
+def test_a_checkpoint_in_format_1_is_replaced_by_one_of_the_new_format(in_format_1: Path) -> None:
+    commit(CheckpointPlan(content(2)), in_format_1, replace=True)
+    assert open_checkpoint(in_format_1).manifest.format_version == 2
+    load(in_format_1)
 
 
 def test_all_missing_files_are_named(run_dir: Path) -> None:
@@ -250,6 +331,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from helpers.resume.checkpoints import content
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
 print("ready", flush=True)

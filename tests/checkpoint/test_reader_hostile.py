@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -14,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.resume.checkpoints import load, make, names, seal, write_manifest
+from helpers.resume.checkpoints import digest, load, make, names, seal, write_manifest
+from helpers.support import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainkit.checkpoint import Checkpoint, open_checkpoint
+from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.folder import list_checkpoints
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.reader import inspect_checkpoint
@@ -34,7 +35,7 @@ NAMES = [
 def test_a_manifest_cannot_lead_elsewhere(run_dir: Path, name: str) -> None:
     path = make(run_dir / "folder" / "checkpoint")
     (run_dir / "folder" / "secret").write_bytes(b"secret")
-    entry = {"size": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+    entry = {"size": 6, DEFAULT_CHECKSUM: digest(b"secret")}
     seal(path, lambda manifest: manifest["files"].update({name: entry}))
     with pytest.raises(CorruptCheckpointError, match=MANIFEST):
         load(path)
@@ -264,7 +265,7 @@ def test_mutations_of_a_real_checkpoint(mutated: Path, data: st.DataObject) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=2_000)
+@settings(max_examples=examples(2_000))
 @given(data=st.data())
 def test_many_mutations_of_a_real_checkpoint(mutated: Path, data: st.DataObject) -> None:
     mutate(mutated, data)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers.resume.checkpoints import make, names, seal
+from helpers.resume.checkpoints import digest, make, names, seal
 from helpers.support import run_python
 
+from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.manifest import MANIFEST
 
 # In a separate process, for each checkpoint: the error, and by how many bytes the peak memory grew.
@@ -78,7 +78,7 @@ def test_memory_is_bounded(run_dir: Path, kinds: list[str]) -> None:
     paths = {kind: make(run_dir / kind) for kind in ("ordinary", "tensors", "manifest", *kinds)}
     file_of_tensors(paths["tensors"] / "model.safetensors", 200 * 2**20)
     seal(paths["tensors"], lambda manifest: manifest.update(aliases={}))
-    entry = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    entry = {"size": 0, DEFAULT_CHECKSUM: digest(b"")}
     seal(paths["manifest"], lambda manifest: manifest["files"].update({f"{number:x}": entry for number in range(20_000)}))
     for kind in kinds:
         (paths[kind] / "state.json").write_bytes(LARGE[kind]())

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.checkpoints import complaint
+from helpers.resume.checkpoints import digest as digest_of
 
 from trainkit.checkpoint.regular_file import _NORESERVE, read_file
 from trainkit.errors import CheckpointError
@@ -21,7 +22,7 @@ NAME = "the checkpoint/file"
 map_file = partial(read_file, mapped=True)
 
 
-def refused(path: str, size: int = 4, digest: str = hashlib.sha256(b"data").hexdigest()) -> str:
+def refused(path: str, size: int = 4, digest: str = digest_of(b"data")) -> str:
     """Return the error for a file, which must be the same for reading and mapping it."""
     said = {complaint(lambda way=way: way(Path(path), size, digest, NAME), NAME) for way in (read_file, map_file)}  # type: ignore[misc]
     assert len(said) == 1
@@ -33,7 +34,8 @@ def test_a_file_is_read_whole(way: Callable[..., memoryview]) -> None:
     for size in (0, 1, 100, 2**20, 3 * 2**20 + 1):
         data = os.urandom(size)
         Path("file").write_bytes(data)
-        assert bytes(way(Path("file"), size, hashlib.sha256(data).hexdigest(), "x")) == data
+        assert bytes(way(Path("file"), size, digest_of(data), "x")) == data
+        assert bytes(way(Path("file"), size, hashlib.sha256(data).hexdigest(), "x", checksum="sha256")) == data
 
 
 def test_what_is_written_into_a_mapped_file_is_not_on_the_disk() -> None:
@@ -58,11 +60,14 @@ def test_a_file_larger_than_the_memory_can_be_mapped() -> None:
 def test_what_is_not_the_file_that_was_written_is_refused() -> None:
     """A file with another size or digest than expected is refused, and so is a missing one."""
     Path("file").write_bytes(b"data")
-    assert bytes(read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), "x")) == b"data"
+    assert bytes(read_file(Path("file"), 4, digest_of(b"data"), "x")) == b"data"
     assert "expected 5 bytes, found 4" in refused("file", 5)
     assert "expected 3 bytes, found 4" in refused("file", 3)
     assert f"expected {10**18:,} bytes, found 4" in refused("file", 10**18)  # no memory is allocated for it
-    assert "its SHA-256 is 3a6eb0790f39ac87c94f3856b2dd2c5d110e6811602261a9a923d3bb23adc8b7" in refused("file", digest="0" * 64)
+    assert f"its XXH3-128 is {digest_of(b'data')}, expected {'0' * 32}" in refused("file", digest="0" * 32)
+    sha256 = "its SHA-256 is 3a6eb0790f39ac87c94f3856b2dd2c5d110e6811602261a9a923d3bb23adc8b7"
+    for way in (read_file, map_file):
+        assert sha256 in complaint(lambda way=way: way(Path("file"), 4, "0" * 64, NAME, checksum="sha256"), NAME)  # type: ignore[misc]
     assert "missing" in refused("absent")
     Path("file").write_bytes(b"")
     assert "expected 4 bytes, found 0" in refused("file")
@@ -122,7 +127,7 @@ def test_an_exchange_between_looking_and_opening_is_found(kind: str, monkeypatch
         return found
 
     monkeypatch.setattr(os, "lstat", exchange)
-    message = complaint(lambda: read_file(Path("file"), 4, hashlib.sha256(b"data").hexdigest(), NAME), NAME)
+    message = complaint(lambda: read_file(Path("file"), 4, digest_of(b"data"), NAME), NAME)
     assert ("was replaced while it was opened" if kind == "pipe" else "cannot be read") in message
 
 

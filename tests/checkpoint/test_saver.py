@@ -173,6 +173,32 @@ def test_a_relative_path_is_that_of_the_moment_of_save(run_dir: Path, saver: Sav
     verified(run_dir / "a")
 
 
+def test_memory_is_reserved_before_the_first_save(run_dir: Path, saver: Saver) -> None:
+    made = draft(size=20 * 2**20)
+    sizes = {"model.safetensors": 20 * 2**20, "optimizer.safetensors": 20 * 2**20}
+    saver.reserve({"model.safetensors": 2**20}, torch.device("cpu"))
+    saver.wait()
+    assert saver._buffers.nbytes == 0  # so little is not worth a thread
+    saver.reserve(sizes, torch.device("cpu"))
+    saver.reserve({"model.safetensors": 2**30}, torch.device("cpu"))  # it has begun already
+    saver.wait()
+    before = {name: buffer.data_ptr() for name, buffer in saver._buffers._buffers.items()}
+    assert saver._buffers.nbytes == sum(sizes.values())
+    saver.save(made, run_dir / "a", blocking=False)
+    assert {name: buffer.data_ptr() for name, buffer in saver._buffers._buffers.items()} == before
+    saver.close()
+    verified(run_dir / "a")
+
+
+def test_memory_that_cannot_be_reserved_is_left_to_the_save(run_dir: Path, saver: Saver) -> None:
+    saver.reserve({"model.safetensors": 2**60}, torch.device("cpu"))
+    saver.wait()
+    assert saver._buffers.nbytes == 0
+    saver.save(draft(), run_dir / "a", blocking=False)
+    saver.close()
+    verified(run_dir / "a")
+
+
 def test_close_frees_copies(run_dir: Path, saver: Saver) -> None:
     """A closed saver frees the copies of the tensors even if the caller keeps the draft."""
     made = draft()

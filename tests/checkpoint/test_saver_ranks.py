@@ -188,7 +188,9 @@ def test_one_that_dies_in_the_middle(run_dir: Path, monkeypatch: pytest.MonkeyPa
     def work(group: ThreadExchange) -> Any:
         own = Saving(group)
         if group.rank == dead:
-            group.exchange([None, None])  # takes part in the exchange after copying, and in no later one
+            group.collect(
+                [None, None], lambda values: [None, None]
+            )  # takes part in the round after copying, and in no later one
             raise SystemExit
         own.save(drafted(group))
         own.saver.close()

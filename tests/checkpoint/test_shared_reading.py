@@ -36,9 +36,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     read_file = reader.read_file
 
-    def spied(path: Path, size: int, sha256: str | None, what: str, mapped: bool) -> Any:
-        seen.append(path.name + ("" if sha256 is None else "+"))
-        return read_file(path, size, sha256, what, mapped)
+    def spied(path: Path, size: int, digest: str | None, what: str, mapped: bool, *, checksum: str) -> Any:
+        seen.append(path.name + ("" if digest is None else "+"))
+        return read_file(path, size, digest, what, mapped, checksum=checksum)
 
     monkeypatch.setattr(reader, "read_file", spied)
     return seen

@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from helpers.resume.checkpoints import complaint
-from helpers.support import run_python
+from helpers.support import examples, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
@@ -27,6 +28,7 @@ from safetensors.torch import save as safetensors_save
 from torch import Tensor, nn
 
 from trainkit.checkpoint import tensor_file
+from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.regular_file import read_file
 from trainkit.checkpoint.tensor_file import Entry, FiniteCheck, TensorFile, chunks, plan_files, tensors_in, write_file
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
@@ -51,9 +53,9 @@ def write(stem: str, tensors: dict[str, Tensor], max_shard_size: int = LARGE) ->
     files, _ = plan_files(stem, tensors, max_shard_size)
     written = []
     for file in files:
-        size, digest = write_file(Path(file.name), pieces(file, tensors))
+        size, digest = write_file(Path(file.name), pieces(file, tensors), DEFAULT_CHECKSUM)
         assert size == file.size == Path(file.name).stat().st_size
-        assert digest == hashlib.sha256(Path(file.name).read_bytes()).hexdigest()
+        assert digest == xxhash.xxh3_128_hexdigest(Path(file.name).read_bytes())
         written.append((file, digest))
     return written
 
@@ -273,11 +275,16 @@ def test_names_of_any_kind() -> None:
 @settings(max_examples=40)
 def test_all_pieces_are_written_in_order(parts: list[bytes]) -> None:
     path = Path("file")
-    path.unlink(missing_ok=True)
     whole = b"".join(parts)
     given_parts: list[bytes | memoryview] = [memoryview(p) if i % 2 else p for i, p in enumerate(parts)]
-    assert write_file(path, given_parts) == (len(whole), hashlib.sha256(whole).hexdigest())
-    assert path.read_bytes() == whole
+    for checksum, expected in {
+        None: "",
+        "xxh3-128": xxhash.xxh3_128_hexdigest(whole),
+        "sha256": hashlib.sha256(whole).hexdigest(),
+    }.items():
+        path.unlink(missing_ok=True)
+        assert write_file(path, given_parts, checksum) == (len(whole), expected)
+        assert path.read_bytes() == whole
 
 
 def test_pieces_of_other_types_are_bytes_too() -> None:
@@ -444,7 +451,7 @@ def assert_within(data: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_mutated_bytes_are_read_or_refused(draw: st.DataObject) -> None:
     data = bytearray(sample())
     for _ in range(draw.draw(st.integers(1, 5))):
@@ -471,7 +478,7 @@ numbers = st.integers(-9, 50) | st.sampled_from(extremes)
 
 
 @given(st.data())
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_mutated_headers_are_read_or_refused(draw: st.DataObject) -> None:
     data = sample()
     length = int.from_bytes(data[:8], "little")
@@ -547,7 +554,7 @@ for dtype, shape, offsets in (("U8", [0], [0, 0]), ("U8", [], [0, 1]), ("F64", [
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_for_a_hostile_header_is_bounded() -> None:
-    done = run_python(MEASURE)
+    done = run_python(MEASURE, bare=True)
     assert done.returncode == 0, done.stderr
     lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
     assert [found > 0 for _, _, found in lines] == [True, False, True]

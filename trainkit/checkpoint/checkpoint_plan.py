@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainkit._version import __version__
+from trainkit.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM
 from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
 from trainkit.checkpoint.ranks import GatherOrder, assign_to_ranks
 from trainkit.checkpoint.state_schema import state_problem
@@ -21,7 +23,7 @@ from trainkit.errors import CheckpointError, UnsavableError
 from trainkit.tagged_json.codec import dumps
 from trainkit.tagged_json.tensors import tensor_problem
 
-__all__ = ["SPLIT_ABOVE_BYTES", "CheckpointContent", "CheckpointPlan", "HostBuffers"]
+__all__ = ["SPLIT_ABOVE_BYTES", "CheckpointContent", "CheckpointPlan", "HostBuffers", "sizes_to_copy"]
 
 
 SPLIT_ABOVE_BYTES = 16 * 2**20
@@ -31,7 +33,7 @@ _STATE = "state"
 # state.json refers to a single file of tensors, which is therefore never split.
 _NEVER_SPLIT = 2**63
 _CHUNK_BYTES = 4 * 2**20
-_ANY_DIGEST = "0" * 64
+_PAGE_BYTES = 4096  # the smallest page of the systems in use
 
 
 @dataclass
@@ -43,10 +45,11 @@ class CheckpointContent:
         state: Everything else, for `state.json` and `state.safetensors`; see `trainkit.tagged_json.codec` for the
             supported types.
         about: The fields of `Manifest` except `trainkit_version`, `saved_at`,
-            `format_version` and `files`.
+            `format_version`, `checksum` and `files`.
         attachments: Further files by name, such as `config.json`.
         max_shard_size: Maximum bytes of a file of tensors.
         parameters: Stem of the file → name of a parameter → whether it is trained; the manifest says whether they are finite.
+        checksum: The algorithm for the digests of the files, of `CHECKSUMS`; on several ranks that of the main process.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -55,6 +58,7 @@ class CheckpointContent:
     attachments: dict[str, bytes] = field(default_factory=dict)
     max_shard_size: int = 5 * 10**9
     parameters: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
+    checksum: str = DEFAULT_CHECKSUM
 
 
 class CheckpointPlan:
@@ -73,6 +77,7 @@ class CheckpointPlan:
 
     Attributes:
         run_id: The run that saves it.
+        checksum: The algorithm for the digests of the files.
         sizes: Name of the file → bytes. On the main process all files, manifest and digest included; on other ranks all files
             of tensors.
         size: The sum of `sizes`. The manifest has one byte more if a parameter is not finite.
@@ -88,20 +93,20 @@ class CheckpointPlan:
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
         self._checks = {stem: FiniteCheck(content.parameters.get(stem, {})) for stem in (*content.tensors, _STATE)}
-        self._stems: dict[str, str] = {}  # by the name of the file
-        self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # by the rank that writes them
-        self._rank, self.run_id = rank, str(content.about["run_id"])
+        self._stems: dict[str, str] = {}  # Name of a file → its stem.
+        self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # Index: the rank that writes the tensors.
+        self._rank = rank
+        self.run_id = str(content.about["run_id"])
+        self.checksum = content.checksum
         self.sizes: dict[str, int] = {}
         self.layout = ""
         if rank == 0:
             self._add_state(content.state)
         loads, layout = [0] * ranks, hashlib.sha256()
         for stem, tensors in content.tensors.items():
+            files = self._add_tensors(stem, tensors, content.max_shard_size, _divide(tensors, loads))
             if ranks == 1:
-                self._add_tensors(stem, tensors, content.max_shard_size, {0: list(tensors)})
                 continue
-            sizes = {name: 0 if tensor_problem(t) else t.nbytes for name, t in tensors.items()}
-            files = self._add_tensors(stem, tensors, content.max_shard_size, assign_to_ranks(sizes, loads, SPLIT_ABOVE_BYTES))
             for file in files:
                 kinds = sorted((entry.name, str(entry.dtype), entry.shape) for entry in file.entries)
                 layout.update(f"{file.name} {file.size} {kinds}\n".encode())
@@ -118,7 +123,8 @@ class CheckpointPlan:
             saved_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             trainkit_version=__version__,
             format_version=FORMAT_VERSION,
-            files={name: FileEntry(size, _ANY_DIGEST) for name, size in self.sizes.items()},
+            checksum=self.checksum,
+            files={name: FileEntry(size, "0" * CHECKSUMS[self.checksum].digits) for name, size in self.sizes.items()},
             finite=True,
         )
         # All digests have the same length, so the final manifest has this size. Decoding makes a copy that shares nothing.
@@ -130,10 +136,10 @@ class CheckpointPlan:
         """The manifest of the written files, on the main process.
 
         Args:
-            digests: The SHA-256 of each file in `sizes` except manifest and digest.
+            digests: That of each file in `sizes` except manifest and digest.
             finite: Whether no rank has found a parameter that is not finite.
         """
-        files = {name: replace(entry, sha256=digests[name]) for name, entry in self._manifest.files.items()}
+        files = {name: replace(entry, digest=digests[name]) for name, entry in self._manifest.files.items()}
         return replace(self._manifest, files=files, finite=finite)
 
     @property
@@ -172,9 +178,9 @@ class CheckpointPlan:
             for name, (file, tensors) in self._tensors.items():
                 check = self._checks[self._stems[name]]
                 if self._copies is None:
-                    yield name, _streamed(file, tensors, gathers, check)
+                    yield name, _stream_tensors(file, tensors, gathers, check)
                 else:
-                    yield name, _copied(file, self._copies[name], check)
+                    yield name, _stream_copy(file, self._copies[name], check)
         finally:
             gathers.finish()
 
@@ -220,7 +226,37 @@ class CheckpointPlan:
             raise CheckpointError(f"two files of the checkpoint would have the same name, {name!r}. Fix: rename one of them")
 
 
-def _streamed(
+def _divide(tensors: Mapping[str, Tensor], loads: list[int]) -> dict[int, list[str]]:
+    """Rank → names of the tensors that it writes; `loads`: bytes that each rank writes already, updated."""
+    if len(loads) == 1:
+        return {0: list(tensors)}
+    sizes = {name: 0 if tensor_problem(tensor) else tensor.nbytes for name, tensor in tensors.items()}
+    return assign_to_ranks(sizes, loads, SPLIT_ABOVE_BYTES)
+
+
+def sizes_to_copy(tensors: Mapping[str, Mapping[str, Tensor]], *, rank: int = 0, ranks: int = 1) -> dict[str, int]:
+    """What a `CheckpointPlan` of such tensors will copy, for `HostBuffers.reserve`: file of this rank → bytes of its tensors.
+
+    Args:
+        tensors: As in `CheckpointContent`.
+        rank: The rank of this process.
+        ranks: The world size.
+
+    Raises:
+        UnsavableError: The format does not support a tensor.
+    """
+    sizes: dict[str, int] = {}
+    loads = [0] * ranks
+    for stem, named in tensors.items():
+        groups = _divide(named, loads)
+        own_names = set(groups.get(rank, ()))
+        for file in plan_files(stem, named, CheckpointContent.max_shard_size, groups.values())[0]:
+            if file.entries and file.entries[0].name in own_names:
+                sizes[file.name] = file.size - len(file.header)
+    return sizes
+
+
+def _stream_tensors(
     file: TensorFile, tensors: Mapping[str, Tensor], gathers: GatherOrder, check: FiniteCheck
 ) -> Iterator[bytes | memoryview]:
     yield file.header
@@ -228,7 +264,7 @@ def _streamed(
         yield from chunks(entry, gathers.values_of(tensors[entry.name]), check)
 
 
-def _copied(file: TensorFile, data: memoryview, check: FiniteCheck) -> Iterator[bytes | memoryview]:
+def _stream_copy(file: TensorFile, data: memoryview, check: FiniteCheck) -> Iterator[bytes | memoryview]:
     yield file.header
     for entry in file.entries:
         if entry.start < entry.end:
@@ -284,19 +320,31 @@ class HostBuffers:
                 if entry.start < entry.end:
                     target = buffer[entry.start : entry.end].view(entry.dtype).view(entry.shape)
                     target.copy_(source, non_blocking=source.device.type == "cuda")
-        for device in devices:  # one wait for all copies; the tensors were written on this stream, too
+        for device in devices:  # One wait is enough for all copies; the tensors were written on this stream, too.
             torch.cuda.current_stream(device).synchronize()
         return {name: self._buffers[name].numpy().data[:size] for name, size in sizes.items()}
+
+    def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Allocate the memory for a `copy` before it is needed, and touch it: most of the cost of new memory is its first use.
+
+        Args:
+            sizes: File name → bytes of its tensors.
+            device: That of the tensors.
+        """
+        cuda = device.type == "cuda"
+        with torch.cuda.device(device) if cuda else contextlib.nullcontext():  # a thread begins with the first device
+            for name in self._make_room(sizes, lock=cuda):
+                self._buffers[name].numpy()[::_PAGE_BYTES] = 0
 
     def free(self) -> None:
         """Free the memory. Views returned by `copy` must not be used any more."""
         self._drop(list(self._buffers))
 
-    def _make_room(self, sizes: Mapping[str, int], lock: bool) -> None:
-        """Allocate a buffer for every file that has none, or one that is too small."""
+    def _make_room(self, sizes: Mapping[str, int], lock: bool) -> list[str]:
+        """Allocate a buffer for every file that has none, or one that is too small. Returns the names of these files."""
         small = [name for name, size in sizes.items() if name not in self._buffers or self._buffers[name].nbytes < size]
         if not small:
-            return
+            return small
         # Files that are not part of this save may never be written again: free their memory.
         self._drop([name for name in self._buffers if name not in sizes])
         for name in small:
@@ -309,6 +357,7 @@ class HostBuffers:
             if lock and buffer.nbytes and int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)) == 0:
                 self._locked[name] = weakref.finalize(self, _unlock, buffer)
             self._buffers[name] = buffer
+        return small
 
     def _drop(self, names: Iterable[str]) -> None:
         for name in names:

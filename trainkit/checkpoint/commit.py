@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.checkpoint_plan import CheckpointPlan
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line, hidden_path
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line, make_hidden_path
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, run_on_all_ranks, wait_for_path
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.checkpoint.urls import remote_sync
-from trainkit.console import shortened
+from trainkit.console import join_names
 from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.codec import MAX_JSON_BYTES
@@ -35,7 +35,7 @@ NONFINITE = "-nonfinite"
 
 _SINGLE_RANK = ThreadExchange()
 _ABANDONED_AFTER_SECONDS = 3600.0  # seconds without a change, after which an unfinished save is removed
-_FOLDER_BYTES = 2 * 4096  # what a folder and its entry in the parent may need in addition to its files
+_FOLDER_BYTES = 2 * 4096  # A folder and its entry in the parent need space too.
 _MAX_NAMES_PER_RANK = 5  # parameters that are not finite that each rank tells the others
 _DIGEST_LINE = re.compile(rb"[0-9a-f]{64}  manifest\.json\n")
 # The files of a checkpoint whose manifest cannot be read.
@@ -76,7 +76,7 @@ class CommitResult:
     def text(self) -> str:
         """What is not finite, for messages."""
         kept = "" if self.kept is None else f" {self.kept} is finite, so it was not replaced."
-        return f"parameters in {self.path} are not finite: {shortened(self.nonfinite)}.{kept}"
+        return f"parameters in {self.path} are not finite: {join_names(self.nonfinite)}.{kept}"
 
 
 def commit(plan: CheckpointPlan, target: Path, *, replace: bool = False, group: Group = _SINGLE_RANK) -> CommitResult:
@@ -106,18 +106,15 @@ def commit(plan: CheckpointPlan, target: Path, *, replace: bool = False, group: 
     """
     work = _Commit(plan, target, replace, group.rank == 0)
     try:
-        opened = run_on_all_ranks(group, work.open, CheckpointWriteError)
-        _check_same_layout([layout for _, layout in opened])
-        work.partial = Path(opened[0][0])
-        written = run_on_all_ranks(group, work.write, CheckpointWriteError)
-        nonfinite = tuple(name for _, names in written for name in names)
-        files = {name: digest for digests, _ in written for name, digest in digests.items()}
-        path, kept = run_on_all_ranks(group, lambda: work.close(files, not nonfinite), CheckpointWriteError)[0]
+        partial, work.checksum, others = run_on_all_ranks(group, work.open, CheckpointWriteError, _compare_layouts)
+        _check_same_layout(others)
+        work.partial = Path(partial)
+        path, kept, nonfinite = run_on_all_ranks(group, work.write, CheckpointWriteError, work.close)
     except BaseException:
         work.undo()
         raise
     work.tidy()
-    return CommitResult(Path(path), nonfinite, None if kept is None else Path(kept), work.manifest)
+    return CommitResult(Path(path), tuple(nonfinite), None if kept is None else Path(kept), work.manifest)
 
 
 def check_target(target: Path) -> None:
@@ -134,21 +131,26 @@ class _Commit:
 
     Attributes:
         partial: The folder to which the checkpoint is written.
+        checksum: The algorithm for the digests of the files.
         manifest: As written, on the main process.
     """
 
     def __init__(self, plan: CheckpointPlan, target: Path, replace: bool, main: bool) -> None:
         target = _resolve_link(target) if main else target
-        self._plan, self._target, self._replace, self._main = plan, target, replace, main
+        self._plan = plan
+        self._target = target
+        self._replace = replace
+        self._main = main
         self._old: set[str] | None = None
         self._begun = False
-        self.partial = hidden_path(target, f".tmp-{plan.run_id}")
+        self.partial = make_hidden_path(target, f".tmp-{plan.run_id}")
+        self.checksum = plan.checksum
         self.manifest: Manifest | None = None
 
-    def open(self) -> tuple[str, str]:
-        """Create the folder to write to. Returns its path and the layout of the plan."""
+    def open(self) -> tuple[str, str, str]:
+        """Create the folder to write to. Returns its path, the layout of the plan, and the algorithm for the digests."""
         if self._main:
-            with self._explained_errors():
+            with self._explain_errors():
                 self._old = _existing_files(self._target, self._replace)
                 _make_folder(self._target.parent)
                 _remove(self.partial)  # left behind when this run was killed
@@ -158,31 +160,33 @@ class _Commit:
                 self.partial.mkdir()
                 if self._old is not None:
                     _keep_other_files(self._target, self.partial, self._old | set(self._plan.sizes))
-        return str(self.partial), self._plan.layout
+        return str(self.partial), self._plan.layout, self.checksum
 
     def write(self) -> list[Any]:
         """Write the files of this rank. Returns their digests, and the first parameters in them that are not finite."""
-        with self._explained_errors():
+        with self._explain_errors():
             if not self._main and not wait_for_path(self.partial):
                 raise CheckpointWriteError(
                     f"this process cannot see the folder {self.partial}, which the main process created. {SHARED_FOLDER_ADVICE}"
                 )
-            digests = _write(self._plan, self.partial)
+            digests = _write(self._plan, self.partial, self.checksum)
             if not self._main:
                 sync_folder(self.partial)
             return [digests, self._plan.nonfinite[:_MAX_NAMES_PER_RANK]]
 
-    def close(self, digests: dict[str, str], finite: bool) -> list[str | None]:
-        """After all ranks have written their files: write the manifest and rename the folder. Returns `path` and `kept`.
+    def close(self, written: list[Any]) -> list[Any]:
+        """On the main process, after all ranks have written their files: write the manifest and rename the folder.
 
         Args:
-            digests: Of the files of all ranks.
-            finite: Whether all parameters are.
+            written: What `write` returned on each rank.
+
+        Returns:
+            `path`, `kept` and `nonfinite` of the result.
         """
-        if not self._main:
-            return []
-        kept = None
-        with self._explained_errors():
+        nonfinite = [name for _, names in written for name in names]
+        digests = {name: digest for digests, _ in written for name, digest in digests.items()}
+        finite, kept = not nonfinite, None
+        with self._explain_errors():
             self.manifest = self._plan.manifest(digests, finite)
             _write_manifest(self.partial, self.manifest.to_bytes())
             if not finite and self._old is not None and not _is_nonfinite(self._target):
@@ -191,7 +195,7 @@ class _Commit:
             _put_in_place(self.partial, self._target, exchange=self._old is not None)
             self._begun = False  # the folder at partial, if any, is the old checkpoint now
             sync_folder(self._target.parent)
-        return [str(self._target), kept]
+        return [str(self._target), kept, nonfinite]
 
     def undo(self) -> None:
         """After an error: remove what was written."""
@@ -203,10 +207,10 @@ class _Commit:
         if self._old is not None:
             _remove(self.partial)
         if self._main:
-            remote_sync.changed(self._target)
+            remote_sync.note_change(self._target)
 
     @contextlib.contextmanager
-    def _explained_errors(self) -> Iterator[None]:
+    def _explain_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -215,9 +219,14 @@ class _Commit:
             ) from error
 
 
-def _check_same_layout(layouts: list[str]) -> None:
+def _compare_layouts(opened: list[Any]) -> list[Any]:
+    """The folder to write to, the algorithm for the digests, and the ranks that have another layout than the main process."""
+    partial, expected, checksum = opened[0]
+    return [partial, checksum, [str(rank) for rank, (_, layout, _) in enumerate(opened) if layout != expected]]
+
+
+def _check_same_layout(others: list[str]) -> None:
     """Check that all ranks have planned the same files, since each writes only its own."""
-    others = [str(rank) for rank, layout in enumerate(layouts) if layout != layouts[0]]
     if others:
         raise CheckpointWriteError(
             f"the tensors on rank {', '.join(others)} differ from those on rank 0 in name, dtype or shape, so they cannot "
@@ -313,20 +322,20 @@ def _check_space(plan: CheckpointPlan, target: Path) -> None:
     total, _, free = shutil.disk_usage(target.parent)
     block = os.statvfs(target.parent).f_frsize if hasattr(os, "statvfs") else 4096
     needed = sum(-(-size // block) * block for size in plan.sizes.values()) + _FOLDER_BYTES
-    if total and needed > free:  # some file systems report 0 of 0
+    if total and needed > free:  # Some file systems report 0 of 0 bytes.
         raise CheckpointWriteError(
             f"{target}: not enough disk space: the checkpoint needs {needed} bytes, but only {free} are free. Nothing was "
             "written. Fix: free disk space, keep fewer checkpoints, or save to another file system."
         )
 
 
-def _write(plan: CheckpointPlan, partial: Path) -> dict[str, str]:
+def _write(plan: CheckpointPlan, partial: Path, checksum: str) -> dict[str, str]:
     """Write the files of a plan. Returns their digests."""
     digests = {}
     with contextlib.closing(plan.files()) as files:
         for name, pieces in files:
             with _with_file_name(partial / name):
-                size, digests[name] = write_file(partial / name, pieces)
+                size, digests[name] = write_file(partial / name, pieces, checksum)
             if size != plan.sizes[name]:
                 raise CheckpointWriteError(
                     f"{partial / name}: expected to write {plan.sizes[name]} bytes, but wrote {size}. A tensor changed during "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.commit import sync_folder
-from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, hidden_path, is_checkpoint
+from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, is_checkpoint, make_hidden_path
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
@@ -233,7 +233,7 @@ def write_pointer(folder: Path, name: str, *, link: bool = False) -> None:
             if not link or not _create_link(temporary, name):
                 write_file(temporary, [os.fsencode(name) + b"\n"])
             os.replace(temporary, folder / POINTER)
-            remote_sync.changed(folder / POINTER)
+            remote_sync.note_change(folder / POINTER)
         except BaseException:
             _discard(temporary)
             raise
@@ -340,11 +340,11 @@ def remove(path: Path) -> None:
         CheckpointWriteError: It cannot be removed completely; what is left is removed at the next start.
     """
     if not os.path.lexists(path):
-        remote_sync.changed(path)  # it may be at the URL of a staging folder only
+        remote_sync.note_change(path)  # it may be at the URL of a staging folder only
         return
     if not is_checkpoint(path):
         raise CheckpointError(f"{path}: expected a checkpoint to remove, but this is not one; it was not changed.")
-    hidden = hidden_path(path, f".del-{secrets.token_hex(8)}")
+    hidden = make_hidden_path(path, f".del-{secrets.token_hex(8)}")
     try:
         try:
             os.rename(path, hidden)
@@ -353,7 +353,7 @@ def remove(path: Path) -> None:
         # Otherwise a power failure could leave a checkpoint under its old name with some files deleted.
         sync_folder(path.parent)
         _delete(hidden)
-        remote_sync.changed(path)
+        remote_sync.note_change(path)
     except OSError as error:
         raise CheckpointWriteError(f"{path} could not be removed: {error}. Fix: make the folder writable.") from error
 
@@ -399,7 +399,7 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
         # An unfinished save contains folders only if they were kept from the checkpoint that it replaces.
         with os.scandir(entry.path) as inside:
             return has_checkpoint_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)
-    is_link = entry.is_symlink() and entry.name.startswith(f".{POINTER}.")  # of write_pointer
+    is_link = entry.is_symlink() and entry.name.startswith(f".{POINTER}.")  # `write_pointer` creates such links.
     return (is_link or entry.is_file(follow_symlinks=False)) and _OUR_FILE.fullmatch(entry.name) is not None
 
 

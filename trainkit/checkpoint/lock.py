@@ -1,12 +1,8 @@
 """One live run per folder of checkpoints: a lock that a dead process or a dead host does not keep.
 
 The lock is the content of the file `.lock`, which names its holder and has a heartbeat. `flock` only makes
-read-check-write atomic, and is released immediately.
-
-The package filelock, which torch depends on, does not do this. `FileLock` holds `flock` for the whole run: BeeGFS, Lustre with
-`localflock` and FUSE apply it to one host only, NFSv3 keeps that of a dead host, and a forked worker that of a killed run.
-`SoftFileLease` blocks the folder of a killed run for the whole lease, has no room for the name of the run, and a process that
-was suspended learns of a takeover only at its next heartbeat, which may be after its next save.
+read-check-write atomic, and is released immediately: held for the whole run, as by the package filelock, it counts on one host
+only on some file systems, and a forked worker keeps it for a killed run.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from trainkit.console import notice
 from trainkit.distributed.process_identity import ProcessIdentity
@@ -50,20 +46,18 @@ LOCK = ".lock"
 _MAX_BYTES = 64 * 1024
 _FLOCK_TIMEOUT_S = 10.0  # another process needs microseconds for its read-check-write
 _SETTLE_S = 0.25  # the time after which a claim without flock is valid, if it was not overwritten
+_UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # a file system without flock
+_LOCKED = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EINTR)
+_FIX = "Fix: choose another folder: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
 
 _HELD: set[str] = set()  # tokens of the locks that this process holds
 
 
 class FolderLock:
-    """Keeps a second live run out of a folder of checkpoints.
+    """Keeps a second live run out of an existing folder of checkpoints; `run_id` is for the message to that run.
 
-    Args:
-        folder: the folder; it must exist.
-        run_id: the run that takes the lock, for the message to other runs.
-        interval: seconds between heartbeats, with which a daemon thread shows other hosts that the holder is alive.
-        stale_after: seconds without a heartbeat after which the lock of another host is taken over.
-
-    A forked process neither has the lock nor keeps it. A lock object that is deleted without `release` is released.
+    A daemon thread sends a heartbeat every `interval` seconds. After `stale_after` seconds without one, another host takes over
+    the lock. A forked process neither has the lock nor keeps it. A lock object that is deleted is released.
     """
 
     def __init__(self, folder: Path, run_id: str, *, interval: float = 10.0, stale_after: float = 60.0) -> None:
@@ -80,10 +74,9 @@ class FolderLock:
         self._end: weakref.finalize[Any, Any] | None = None
 
     def acquire(self) -> None:
-        """Take the lock and start its heartbeat. Does nothing if this object has the lock already.
+        """Take the lock, unless this object has it already, and start its heartbeat.
 
-        The lock of a dead process of this host is taken over immediately, that of another host when its heartbeat has not
-        changed for `stale_after` seconds. A notice announces that wait.
+        The lock of a dead process of this host is taken over immediately, that of another host after `stale_after` seconds.
 
         Raises:
             CheckpointLockedError: another live run holds the lock; the message names host, process and run.
@@ -111,17 +104,12 @@ class FolderLock:
 
     @property
     def lost(self) -> bool:
-        """Whether another run has taken over the lock since `acquire`, so that this one must not write to the folder.
-
-        This happens if the process was suspended, or cut off from the file system, for longer than `stale_after`. The file is
-        read each time, since a process that was suspended may check before its heartbeat thread does.
-        """
+        """Whether another run has taken over the lock. Reads the file: a process may check right after it was suspended."""
         return self._heartbeat is not None and self._heartbeat.check()
 
     def check(self) -> None:
         """Raise `CheckpointLockedError`, which names the other run, if the lock is `lost`."""
-        if self.lost:
-            assert self._heartbeat is not None
+        if self._heartbeat is not None and self._heartbeat.check():
             raise CheckpointLockedError(
                 f"The folder {self.folder} was taken over by {self._heartbeat.taken_by}, because this run sent no heartbeat "
                 f"for {self.stale_after:g} s (was it suspended?). This run must not write there anymore. Fix: resume it in "
@@ -157,27 +145,35 @@ class _Holder:
         return f"run {self.run_id!r} (process {self.process.pid} on host {self.process.host!r})"
 
     def is_in(self, data: bytes) -> bool:
-        """Whether a lock file names this lock."""
         holder = _Holder.parse(data)
         return holder is not None and holder.token == self.token
 
 
-def _state(data: bytes) -> Literal["live", "dying", "dead", "unknown"]:
-    """Whether the holder in a lock file is alive; `"unknown"` if only its heartbeat can show that."""
+class _Claim(NamedTuple):
+    """What a lock file says: its bytes, who holds the lock, and whether they are alive.
+
+    The state is `"unknown"` if only the heartbeat can show that.
+    """
+
+    data: bytes
+    holder: _Holder | None
+    state: Literal["live", "dying", "dead", "unknown"]
+
+
+def _parse(data: bytes) -> _Claim:
     holder = _Holder.parse(data)
     if holder is None:
-        return "unknown" if data else "dead"
+        return _Claim(data, None, "unknown" if data else "dead")
     if holder.process == ProcessIdentity.this():
-        return "live" if holder.token in _HELD else "dead"
-    return holder.process.state()
+        return _Claim(data, holder, "live" if holder.token in _HELD else "dead")
+    return _Claim(data, holder, holder.process.state())
 
 
-def _in_use(folder: Path, data: bytes) -> CheckpointLockedError:
-    holder = _Holder.parse(data) or "another run (its lock file is unreadable)"
+def _in_use(folder: Path, holder: _Holder | None) -> CheckpointLockedError:
     return CheckpointLockedError(
-        f"The folder {folder} is in use by {holder}, which is still running. Expected a folder that no other run writes to, "
-        "since two runs would remove each other's checkpoints. Fix: end that run, or choose another folder for this one: "
-        "ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
+        f"The folder {folder} is in use by {holder or 'another run (its lock file is unreadable)'}, which is still running. "
+        "Expected a folder that no other run writes to, since two runs would remove each other's checkpoints. Fix: end that "
+        "run, or choose another folder for this one: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
     )
 
 
@@ -186,40 +182,42 @@ def _take(folder: Path, file: _LockFile, mine: _Holder) -> bool:
     file.write(mine.to_bytes(0))
     if file.exclusive:
         return True
-    time.sleep(_SETTLE_S)  # without flock, two processes may write their claims at the same time
+    time.sleep(_SETTLE_S)  # Without flock, two processes may write their claims at the same time.
     with _open(folder / LOCK) as again:
         return mine.is_in(again.read())
 
 
-def _say_waiting(folder: Path, data: bytes, seconds: float) -> None:
-    notice(
-        f"{folder} is locked by {_Holder.parse(data) or 'an unreadable lock file'}. Waiting for {seconds:g} s: "
-        "without a heartbeat, this run takes over the lock."
-    )
+def _try_to_claim(folder: Path, mine: _Holder, seen: bytes, expired: bool) -> _Claim | None:
+    """Write `mine` into the lock file unless a process may hold the lock; returns what holds it, `None` if `mine` does now.
+
+    `seen` is what the file held when the wait began, empty before; `expired` says that the wait is over.
+    """
+    try:
+        with _open(folder / LOCK) as file:
+            claim = _parse(file.read())
+            unchanged = claim.data == seen
+            if claim.state == "live" or (claim.state == "unknown" and seen and not unchanged):  # Changed bytes are a heartbeat.
+                raise _in_use(folder, claim.holder)
+            if (claim.state == "dead" or (expired and unchanged)) and _take(folder, file, mine):
+                return None
+            return claim
+    except OSError as error:
+        raise CheckpointWriteError(
+            f"The folder {folder} could not be locked: {error}. Expected an existing, writable folder. {_FIX}"
+        ) from error
 
 
 def _claim(folder: Path, mine: _Holder, stale_after: float) -> None:
     """Write `mine` into the lock file as soon as no live process holds the lock."""
     seen, since = b"", 0.0
-    while True:
-        try:
-            with _open(folder / LOCK) as file:
-                data = file.read()
-                state = _state(data)
-                if state == "live" or (state == "unknown" and seen and data != seen):  # there was a heartbeat
-                    raise _in_use(folder, data)
-                expired = data == seen and time.monotonic() - since >= stale_after
-                if (state == "dead" or expired) and _take(folder, file, mine):
-                    return
-        except OSError as error:
-            raise CheckpointWriteError(
-                f"The folder {folder} could not be locked: {error}. Expected an existing, writable folder. "
-                "Fix: choose another folder: ModelCheckpoint(dirpath=...) or Trainer(default_root_dir=...)."
-            ) from error
-        if state == "unknown" and not seen:
-            seen, since = data, time.monotonic()
-            _say_waiting(folder, data, stale_after)
-        time.sleep(0.01 if state == "dying" else min(1.0, stale_after / 20))
+    while claim := _try_to_claim(folder, mine, seen, time.monotonic() - since >= stale_after):
+        if claim.state == "unknown" and not seen:
+            seen, since = claim.data, time.monotonic()
+            notice(
+                f"{folder} is locked by {claim.holder or 'an unreadable lock file'}. Waiting for {stale_after:g} s: "
+                "without a heartbeat, this run takes over the lock."
+            )
+        time.sleep(0.01 if claim.state == "dying" else min(1.0, stale_after / 20))
 
 
 @dataclass
@@ -249,28 +247,25 @@ def _open(path: Path, *, create: bool = True) -> Iterator[_LockFile]:
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        exclusive = _flock(descriptor, path)
+        exclusive = fcntl is not None and _flock(descriptor, path)
         yield _LockFile(descriptor, exclusive)
     finally:
-        if exclusive:
-            # Explicitly, not by close(): a process that was forked in the meantime shares the open file.
+        if exclusive:  # explicitly, not by close(): a process that was forked in the meantime shares the open file
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def _flock(descriptor: int, path: Path) -> bool:
-    """Wait for the lock of the operating system; False if it does not support `flock`."""
-    if fcntl is None:
-        return False
+    """Wait for the lock of the operating system; False if the file system does not support `flock`."""
     end = time.monotonic() + _FLOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except OSError as error:
-            if error.errno in (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL):
-                return False  # a file system without flock
-            if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EINTR):
+            if error.errno in _UNSUPPORTED:
+                return False
+            if error.errno not in _LOCKED:
                 raise
         if time.monotonic() > end:
             raise CheckpointLockedError(
@@ -285,7 +280,9 @@ class _Heartbeat(threading.Thread):
 
     def __init__(self, path: Path, mine: _Holder, interval: float) -> None:
         super().__init__(name="trainkit-folder-lock", daemon=True)
-        self.path, self.mine, self.interval = path, mine, interval
+        self.path = path
+        self.mine = mine
+        self.interval = interval
         self.count = 0
         self.lost = False
         self.taken_by = "another run"
@@ -297,29 +294,31 @@ class _Heartbeat(threading.Thread):
 
     def check(self, write: bool = False) -> bool:
         """Whether another run holds the lock by now. If not, and with `write`, write a heartbeat."""
-        if self.lost:
-            return True
         # A file system that does not answer is no answer: a save will fail, and the next heartbeat tries again.
         with contextlib.suppress(OSError, CheckpointError):
             try:
-                with _open(self.path, create=False) as file:
-                    self._check(file, write)
+                self._check(write)
             except FileNotFoundError:  # deleted by a user: take the lock again, unless another run was faster
-                with _open(self.path) as file:
-                    self._check(file, write, deleted=True)
+                self._check(write=True, create=True)
         return self.lost
 
-    def _check(self, file: _LockFile, write: bool, deleted: bool = False) -> None:
-        data = file.read()
-        holder = _Holder.parse(data)
-        if (deleted and not data) or self.mine.is_in(data):
-            if write or deleted:
-                self.count += 1
-                file.write(self.mine.to_bytes(self.count))
-        elif not self.lost and (holder is not None or file.exclusive):  # else it may be a partial write of another process
-            self.taken_by = str(holder or "another run, which has ended")
-            self.lost = True
-            notice(f"the folder {self.path.parent} was taken over by {self.taken_by}. This run does not write there anymore.")
+    def _check(self, write: bool, create: bool = False) -> None:
+        if self.lost:
+            return
+        with _open(self.path, create=create) as file:
+            data = file.read()
+            holder = _Holder.parse(data)
+            if (create and not data) or self.mine.is_in(data):
+                if write:
+                    self.count += 1
+                    file.write(self.mine.to_bytes(self.count))
+            elif not self.lost and (holder is not None or file.exclusive):
+                # Without a holder it may be a partial write of another process.
+                self.taken_by = str(holder or "another run, which has ended")
+                self.lost = True
+                notice(
+                    f"the folder {self.path.parent} was taken over by {self.taken_by}. This run does not write there anymore."
+                )
 
     def end(self) -> None:
         """Stop, and empty the lock file unless another run holds the lock by now."""

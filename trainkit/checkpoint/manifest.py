@@ -1,4 +1,4 @@
-"""`Manifest`: the description of a checkpoint, with the size and SHA-256 of each file; and which folders are checkpoints."""
+"""`Manifest`: the description of a checkpoint, with the size and digest of each file; and which folders are checkpoints."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import os
 import re
 import reprlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CheckpointError, CorruptCheckpointError, UnsavableError
 from trainkit.tagged_json.codec import MAX_DEPTH, MAX_JSON_BYTES, strict_json
@@ -31,15 +32,15 @@ __all__ = [
     "checkpoint_identity",
     "digest_line",
     "has_checkpoint_files",
-    "hidden_path",
     "is_checkpoint",
     "is_file_name",
     "list_names",
+    "make_hidden_path",
     "why_not_a_checkpoint",
 ]
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"
 
@@ -48,17 +49,17 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com[0-9]|lpt[0-9])(\..*)?", re.IGNORECASE)
 # The run id is used in folder names.
 _RUN_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _SAVED_AT = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{6}Z")
+_FORMAT_1_CHECKSUM = "sha256"
 _NON_FINITE = ("nan", "inf", "-inf")
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of a checkpoint: its size in bytes, and the SHA-256 of its content as 64 hexadecimal digits."""
+    """One file of a checkpoint: its size in bytes, and the digest of its content by `Manifest.checksum`, in hexadecimal."""
 
     size: int
-    sha256: str
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class Manifest:
         saved_at: Time in UTC, as `2026-11-20T15:07:48.123456Z`, so that the strings sort by time.
         trainkit_version: The version of trainkit that saved it.
         format_version: The version of the format.
+        checksum: The algorithm of the digests of the files, of `CHECKSUMS`; `"sha256"` in format 1.
         files: All other files, by name.
     """
 
@@ -109,6 +111,7 @@ class Manifest:
     saved_at: str
     trainkit_version: str
     format_version: int
+    checksum: str
     files: dict[str, FileEntry]
 
     def to_bytes(self) -> bytes:
@@ -122,7 +125,8 @@ class Manifest:
         except (TypeError, ValueError, OverflowError) as error:
             raise UnsavableError(f"manifest['metrics']: expected a dict of floats, got {self.metrics!r}") from error
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"metrics": metrics, "files": {name: asdict(entry) for name, entry in self.files.items()}}
+        files = {name: {"size": entry.size, self.checksum: entry.digest} for name, entry in self.files.items()}
+        values |= {"metrics": metrics, "files": files}
         problem = _problem(values)
         if problem is not None:
             raise UnsavableError(f"manifest{problem}")
@@ -153,13 +157,15 @@ class Manifest:
                 f"{what}: written by a newer trainkit (format {version}; this one reads {FORMAT_VERSION}). "
                 "Fix: upgrade with: pip install -U trainkit-torch"
             )
-        values.setdefault("finite", None)  # the only optional field: earlier versions did not write it
+        values.setdefault("finite", None)  # earlier versions did not write it
+        if version == 1:
+            values.setdefault("checksum", _FORMAT_1_CHECKSUM)
         problem = _problem(values)
         if problem is not None:
             raise CorruptCheckpointError(f"{what}: {problem}")
         known = {field.name: values[field.name] for field in fields(cls)}
         known["metrics"] = {name: float(value) for name, value in known["metrics"].items()}
-        known["files"] = {name: FileEntry(entry["size"], entry["sha256"]) for name, entry in known["files"].items()}
+        known["files"] = {name: FileEntry(entry["size"], entry[known["checksum"]]) for name, entry in known["files"].items()}
         return cls(**known)
 
 
@@ -192,6 +198,15 @@ def _problem(values: dict[str, Any]) -> str | None:
             return f"[{name!r}] is missing"
         if not is_right(values[name]):
             return f"[{name!r}]: expected {expected}, got {_short(values[name])}"
+    if values["format_version"] == 1 and values["checksum"] != _FORMAT_1_CHECKSUM:
+        return f"['checksum']: expected {_FORMAT_1_CHECKSUM!r} in format 1, got {_short(values['checksum'])}"
+    algorithm = CHECKSUMS[values["checksum"]]
+    for name, entry in values["files"].items():
+        if not algorithm.accepts(entry.get(values["checksum"])):
+            return (
+                f"['files'][{name!r}][{values['checksum']!r}]: expected a {algorithm.title} of {algorithm.digits} hexadecimal "
+                f"digits, got {_short(entry.get(values['checksum'], 'none'))}"
+            )
     if len({name.lower() for name in values["files"]}) < len(values["files"]):
         return "['files']: two names differ only in upper and lower case"
     return None
@@ -249,12 +264,7 @@ def _are_metrics(value: Any) -> bool:
 
 def _are_files(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        is_file_name(name)
-        and isinstance(entry, dict)
-        and _is_count(entry.get("size"))
-        and isinstance(entry.get("sha256"), str)
-        and _SHA256.fullmatch(entry["sha256"]) is not None
-        for name, entry in value.items()
+        is_file_name(name) and isinstance(entry, dict) and _is_count(entry.get("size")) for name, entry in value.items()
     )
 
 
@@ -296,7 +306,11 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "saved_by": (lambda value: value is None or isinstance(value, str), "a string or null"),
     "saved_at": (_is_time, "a time such as '2026-11-20T15:07:48.123456Z'"),
     "trainkit_version": _TEXT,
-    "files": (_are_files, "file names without a path, each with a size and a SHA-256 of 64 hexadecimal digits"),
+    "checksum": (
+        lambda value: isinstance(value, str) and value in CHECKSUMS,
+        f"the name of a checksum, one of {', '.join(map(repr, CHECKSUMS))}",
+    ),
+    "files": (_are_files, "file names without a path, each with a size and a digest"),
 }
 
 
@@ -322,7 +336,7 @@ def is_checkpoint(path: Path) -> bool:
     return not path.name.startswith(".") and has_checkpoint_files(path)
 
 
-def hidden_path(path: Path, mark: str) -> Path:
+def make_hidden_path(path: Path, mark: str) -> Path:
     """`.<name><mark>` in the same folder, which readers ignore; a long name is cut."""
     name, room = path.name, MAX_NAME - 1 - len(mark)
     if len(os.fsencode(name)) > room:

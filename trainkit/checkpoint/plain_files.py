@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.commit import sync_folder
 from trainkit.checkpoint.ranks import GatherOrder
 from trainkit.checkpoint.regular_file import read_file
@@ -24,9 +25,9 @@ from trainkit.checkpoint.tensor_file import (
     FiniteCheck,
     TensorFile,
     chunks,
-    memory_key,
     metadata_in,
     plan_files,
+    split_tied,
     tensors_in,
     write_file,
 )
@@ -71,10 +72,12 @@ def write_weights(
     stem: str = "model",
     rank: int = 0,
     check: FiniteCheck | None = None,
+    checksum: str | None = None,
 ) -> list[Path]:
     """Write tensors as `<stem>.safetensors`, or as several files with an index above a size, and other files.
 
-    Each file is replaced atomically. Files of an earlier call with the same stem are replaced or removed.
+    Each file is replaced atomically. Files of an earlier call with the same stem are replaced or removed. With a `checksum`,
+    the digests of all these files are written last, to `<stem>.<checksum>`, one line each.
 
     The main process writes, and passes the tensors to `check`. If tensors are sharded, all ranks must call this, since they are
     gathered.
@@ -89,7 +92,7 @@ def write_weights(
     files, index = plan_files(stem, tensors, max_shard_size)
     gathers = GatherOrder(rank, [[tensors[entry.name] for file in files for entry in file.entries]])
     try:
-        return _write(folder, files, index, tensors, attachments, stem, gathers, check) if rank == 0 else []
+        return _write(folder, files, index, tensors, attachments, stem, gathers, check, checksum) if rank == 0 else []
     finally:
         gathers.finish()
 
@@ -103,28 +106,40 @@ def _write(
     stem: str,
     gathers: GatherOrder,
     check: FiniteCheck | None,
+    checksum: str | None,
 ) -> list[Path]:
-    written: list[Path] = []
+    digests: dict[str, str] = {}
+    of_digests = re.compile(rf"{re.escape(stem)}\.({'|'.join(map(re.escape, CHECKSUMS))})")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _remove(folder, of_digests)  # they would be wrong from the first file on that is replaced
         for file in files:
             tensor_chunks = (chunks(entry, gathers.values_of(tensors[entry.name]), check) for entry in file.entries)
             pieces = (chunk for tensor in tensor_chunks for chunk in tensor)
-            written.append(replace_file(folder / file.name, [file.header], pieces))
+            digests[file.name] = replace_file(folder / file.name, [file.header], pieces, checksum)
         others = dict(attachments) if index is None else {f"{stem}.safetensors.index.json": index, **attachments}
-        written += [replace_file(folder / name, [content], ()) for name, content in others.items()]
-        names = {path.name for path in written}
+        for name, content in others.items():
+            digests[name] = replace_file(folder / name, [content], (), checksum)
         pattern = re.compile(rf"{re.escape(stem)}(-\d{{5}}-of-\d{{5}})?\.safetensors(\.index\.json)?")
-        for path in folder.iterdir():
-            if pattern.fullmatch(path.name) and path.name not in names:
-                path.unlink()
+        _remove(folder, pattern, digests)
+        written = [folder / name for name in digests]
+        if checksum is not None:
+            written.append(folder / f"{stem}.{checksum}")
+            lines = "".join(f"{digest}  {name}\n" for name, digest in digests.items())
+            replace_file(written[-1], [lines.encode()], ())
     except OSError as error:
         raise CheckpointWriteError(f"weights could not be written to {folder}: {error}. Fix: choose another folder.") from error
     return written
 
 
-def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]) -> Path:
-    """Replace a file atomically: write a temporary one in the same folder, sync and rename it.
+def _remove(folder: Path, pattern: re.Pattern[str], keep: Container[str] = ()) -> None:
+    for path in list(folder.iterdir()):
+        if pattern.fullmatch(path.name) and path.name not in keep:
+            path.unlink()
+
+
+def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview], checksum: str | None = None) -> str:
+    """Replace a file atomically: write a temporary one in the same folder, sync and rename it. Returns its digest.
 
     Raises:
         OSError: It cannot be written; `path` is unchanged.
@@ -132,12 +147,12 @@ def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.unlink(missing_ok=True)  # left behind by a killed process
-        write_file(temporary, (part for group in (head, pieces) for part in group))
+        _, digest = write_file(temporary, (part for group in (head, pieces) for part in group), checksum)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    return path
+    return digest
 
 
 _ALIASES, _VALUE = "trainkit_aliases", "trainkit_value"
@@ -182,15 +197,7 @@ def _is_flat(value: Any) -> bool:
 
 def _plan(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, Iterator[memoryview]]:
     """The header of a file of tensors, and the rest of its bytes."""
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    first: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        known = first.setdefault(memory_key(tensor), name)
-        if known == name:
-            stored[name] = tensor
-        else:
-            aliases[name] = known
+    stored, aliases = split_tied(tensors)
     if aliases:
         metadata[_ALIASES] = json.dumps(aliases)
     files, _ = plan_files("object", stored, _ONE_FILE, metadata=metadata)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from trainkit import errors
+from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.tagged_json.tensors import ShardedTensor
 
@@ -37,48 +38,78 @@ class Group(Protocol):
     def exchange(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order; JSON."""
 
+    def collect(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """The reply of the main process to the values of all ranks; JSON."""
 
-def run_on_all_ranks(group: Group, work: Callable[[], Any], otherwise: type[CheckpointError] = CheckpointError) -> list[Any]:
-    """Call `work` on every rank of a group. Collective.
+
+def run_on_all_ranks(
+    group: Group,
+    work: Callable[[], Any],
+    otherwise: type[CheckpointError] = CheckpointError,
+    answer: Callable[[list[Any]], Any] | None = None,
+) -> Any:
+    """Call `work` on every rank of a group. Collective, one round: what every rank receives does not grow with their number.
 
     Args:
         group: The ranks.
         work: Returns JSON.
         otherwise: The class of the error to raise if the error is not one of trainkit's.
+        answer: Called on the main process, with the results of all ranks, once all have succeeded; returns JSON.
 
     Returns:
-        The results of all ranks, in rank order.
+        What `answer` returned or, without it, the result of the main process.
 
     Raises:
         TrainkitError: It failed on a rank. All ranks raise an error of the same class that names the rank, unless all failed
             with the same error. An interrupt is raised unchanged on the rank where it occurred.
     """
     if group.size == 1:
-        return [work()]
-    value, error = None, None
-    try:
-        value = work()
-    except BaseException as caught:
-        error = caught
-    reports = group.exchange([value, None if error is None else [type(error).__name__, str(error) or type(error).__name__]])
+        return work() if answer is None else answer([work()])
+    errors_here: list[BaseException] = []
+    result = _try(work, errors_here)
+    if answer is None and isinstance(group, World) and not any(group.largest([bool(errors_here)])):
+        return group.from_main(result)  # two collectives that grow with log N, instead of a gather
+
+    def reply(reports: list[Any]) -> list[Any]:
+        failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
+        if not failures and answer is not None:
+            answered = _try(lambda: answer([value for value, _ in reports]), errors_here)
+            return [answered, [0, 1, False, *_describe(errors_here[0])] if errors_here else None]
+        if not failures:
+            return [reports[0][0], None]
+        rank, first = next(iter(failures.items()))
+        everywhere = len(failures) == group.size and all(failure == first for failure in failures.values())
+        return [None, [rank, len(failures), everywhere, *first]]
+
+    sent = result if answer is not None or group.rank == 0 else None
+    value, failure = group.collect([sent, _describe(errors_here[0]) if errors_here else None], reply)
+    error = errors_here[0] if errors_here else None
     if error is not None and not isinstance(error, Exception):
         raise error
-    failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
-    if (
-        len(failures) == group.size
-        and error is not None
-        and all(failure == failures[group.rank] for failure in failures.values())
-    ):
+    if failure is None:
+        return value
+    if failure[2] and error is not None:
         raise error
-    if failures:
-        raise _first_error(failures, otherwise) from error
-    return [result for result, _ in reports]
+    raise _first_error(failure, otherwise) from error
 
 
-def _first_error(failures: dict[int, list[str]], otherwise: type[CheckpointError]) -> TrainkitError:
-    """The error of the first rank that failed."""
-    rank, (name, text) = next(iter(failures.items()))
-    where = f"rank {rank}" + (f" (and {len(failures) - 1} more)" if len(failures) > 1 else "")
+def _try(work: Callable[[], Any], errors_here: list[BaseException]) -> Any:
+    """The result of `work`; `None` if it has raised an error, which is appended."""
+    try:
+        return work()
+    except BaseException as error:
+        errors_here.append(error)
+        return None
+
+
+def _describe(error: BaseException) -> list[str]:
+    return [type(error).__name__, str(error) or type(error).__name__]
+
+
+def _first_error(failure: list[Any], otherwise: type[CheckpointError]) -> TrainkitError:
+    """The error of the first rank that failed, from the reply of the main process."""
+    rank, count, _, name, text = failure
+    where = f"rank {rank}" + (f" (and {count - 1} more)" if count > 1 else "")
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, TrainkitError):
         return kind(f"{where}: {text}")

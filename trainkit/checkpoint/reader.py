@@ -133,9 +133,9 @@ class Checkpoint:
             CheckpointError: The checkpoint was replaced or removed while it was read, or has a value of a type that is not
                 registered.
         """
-        requested = self._requested(stems)
-        with self._unchanged():
-            loaded = self._load(requested, self._mapped if mapped else self._content, unregistered)
+        requested = self._select_stems(stems)
+        with self._detect_replacement():
+            loaded = self._load(requested, self._map_content if mapped else self._content, unregistered)
             if stems is None:
                 self._check_attachments()
         return loaded
@@ -147,7 +147,7 @@ class Checkpoint:
             CorruptCheckpointError: A file is damaged; the message names it.
             CheckpointError: The checkpoint was replaced or removed while it was read.
         """
-        with self._unchanged():
+        with self._detect_replacement():
             self._load({*self._stems(), "state"}, partial(self._content, mapped=True), unregistered=True)
             self._check_attachments()
 
@@ -162,10 +162,10 @@ class Checkpoint:
             raise CheckpointNotFoundError(
                 f"{self.path} has no {name!r}. Its files are {', '.join(sorted(self.manifest.files))}."
             )
-        with self._unchanged():
+        with self._detect_replacement():
             return bytes(self._content(name))
 
-    def _requested(self, stems: Collection[str] | None) -> set[str]:
+    def _select_stems(self, stems: Collection[str] | None) -> set[str]:
         requested = set(self.stems) if stems is None else set(stems)
         if unknown := sorted(requested.difference(self.stems)):
             raise StateMismatchError(
@@ -227,9 +227,10 @@ class Checkpoint:
     def _content(self, name: str, verified: bool = False, mapped: bool = False) -> memoryview:
         """The bytes of a file. `verified`: another rank has hashed it."""
         entry = self.manifest.files[name]
-        return read_file(self.path / name, entry.size, None if verified else entry.sha256, self._what(name), mapped)
+        digest = None if verified else entry.digest
+        return read_file(self.path / name, entry.size, digest, self._what(name), mapped, checksum=self.manifest.checksum)
 
-    def _mapped(self, name: str, verified: bool = False) -> memoryview:
+    def _map_content(self, name: str, verified: bool = False) -> memoryview:
         """The bytes of a file like `_content`; files of models and optimizers are memory-mapped."""
         return self._content(name, verified, mapped=name.endswith(_TENSORS) and not name.startswith("state"))
 
@@ -239,7 +240,7 @@ class Checkpoint:
                 self._content(name, mapped=True)
 
     @contextmanager
-    def _unchanged(self) -> Iterator[None]:
+    def _detect_replacement(self) -> Iterator[None]:
         """Distinguish damage from a checkpoint that was replaced or removed while it was read."""
         try:
             yield
@@ -373,7 +374,7 @@ def read_on_all_ranks(
             remote_sync.fetch(Path(absolute))
         return absolute
 
-    path = run_on_all_ranks(group, fetch_folder)[0]
+    path = run_on_all_ranks(group, fetch_folder)
     opened: list[Checkpoint] = []
     requested: set[str] = set()
     contents: dict[str, memoryview] = {}
@@ -383,29 +384,31 @@ def read_on_all_ranks(
         checkpoint = open_checkpoint(path)
         opened.append(checkpoint)
         stems = choose(checkpoint.manifest)
-        requested.update(checkpoint._requested(stems))
+        requested.update(checkpoint._select_stems(stems))
         sizes = {name: checkpoint.manifest.files[name].size for name in checkpoint._files_of(stems)}
         names = assign_to_ranks(sizes, [0] * group.size).get(group.rank, [])
-        with checkpoint._unchanged():
-            fetch = checkpoint._mapped if mapped else checkpoint._content
+        with checkpoint._detect_replacement():
+            fetch = checkpoint._map_content if mapped else checkpoint._content
             contents.update({name: fetch(name) for name in names})
         return hashlib.sha256(checkpoint._identity or b"").hexdigest()
 
     def fetch(name: str) -> memoryview:
         if name in contents:
             return contents.pop(name)
-        return opened[0]._mapped(name, verified=True) if mapped else opened[0]._content(name, verified=True)
+        return opened[0]._map_content(name, verified=True) if mapped else opened[0]._content(name, verified=True)
 
     def load() -> None:
-        with opened[0]._unchanged():
+        with opened[0]._detect_replacement():
             content = opened[0]._load(requested, fetch)
             # otherwise the files that another rank hashed may belong to another checkpoint
             if checkpoint_identity(opened[0].path) != opened[0]._identity:
                 raise CorruptCheckpointError(f"{path}: changed while it was read")
             loaded.append(content)
 
-    digests = run_on_all_ranks(group, verify)
-    others = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+    def differing(digests: list[str]) -> list[str]:
+        return [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
+
+    others = run_on_all_ranks(group, verify, answer=differing)
     if others:
         raise CheckpointError(
             f"{path}: rank {', '.join(others)} sees a different checkpoint than rank 0. {SHARED_FOLDER_ADVICE}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 import platform
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from trainkit.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 
 __all__ = ["not_regular", "read_file", "read_small_file", "regular_file"]
@@ -35,7 +35,8 @@ def regular_file(path: Path, what: str = "") -> Iterator[FileIO]:
     flags = [getattr(os, name, 0) for name in ("O_BINARY", "O_NOCTTY", "O_NOFOLLOW", "O_NONBLOCK")]
     what = what or str(path)
     try:
-        if problem := not_regular(os.lstat(path).st_mode):  # also before open(), since opening a device may have side effects
+        # This check comes before open(), since opening a device may have side effects.
+        if problem := not_regular(os.lstat(path).st_mode):
             raise CorruptCheckpointError(f"{what}: {problem}")
         with FileIO(os.open(path, os.O_RDONLY | sum(flags))) as file:
             if problem := not_regular(os.fstat(file.fileno()).st_mode):
@@ -55,8 +56,10 @@ def read_small_file(path: Path, limit: int) -> bytes:
         return file.read(size)
 
 
-def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool = False) -> memoryview:
-    """The bytes of a regular file of this size and SHA-256 (None: verified elsewhere), writable, aligned for every dtype.
+def read_file(
+    path: Path, size: int, digest: str | None, what: str, mapped: bool = False, *, checksum: str = DEFAULT_CHECKSUM
+) -> memoryview:
+    """The bytes of a regular file of this size and digest (None: verified elsewhere), writable, aligned for every dtype.
 
     Mapped bytes are read from the disk when they are used, and changes to them are not written to the disk; the file may be
     removed meanwhile, but must not change. Raises `CorruptCheckpointError` like `regular_file`, and for another size or
@@ -67,19 +70,20 @@ def read_file(path: Path, size: int, sha256: str | None, what: str, mapped: bool
         if actual_size != size:  # before any memory is allocated
             raise CorruptCheckpointError(f"{what}: expected {size:,} bytes, found {actual_size:,}")
         data = _map(file, size) if mapped and size else None
-        try:  # not numpy: its empty() requests huge pages, which can take seconds
+        try:  # numpy's empty() would request huge pages, which can take seconds.
             data = torch.empty(size, dtype=torch.uint8).numpy().data if data is None else data
         except RuntimeError as error:
             raise CheckpointError(f"{what}: not enough memory for {size:,} bytes") from error
-        digest, scratch = hashlib.sha256(), memoryview(bytearray(_CHUNK_BYTES))
-        for start in range(0, 0 if mapped and sha256 is None else size, _CHUNK_BYTES):
+        hasher, scratch = CHECKSUMS[checksum].start(), memoryview(bytearray(_CHUNK_BYTES))
+        for start in range(0, 0 if mapped and digest is None else size, _CHUNK_BYTES):
             piece = scratch[: size - start] if mapped else data[start : start + _CHUNK_BYTES]
             if file.readinto(piece) != len(piece):
                 raise CorruptCheckpointError(f"{what}: changed while it was read")
-            if sha256 is not None:
-                digest.update(piece)
-    if sha256 not in (None, digest.hexdigest()):
-        raise CorruptCheckpointError(f"{what}: its SHA-256 is {digest.hexdigest()}, expected {sha256}")
+            if digest is not None:
+                hasher.update(piece)
+    if digest not in (None, hasher.hexdigest()):
+        title = CHECKSUMS[checksum].title
+        raise CorruptCheckpointError(f"{what}: its {title} is {hasher.hexdigest()}, expected {digest}")
     return data
 
 

@@ -11,9 +11,11 @@ import threading
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from trainkit.checkpoint.checkpoint_plan import CheckpointPlan, HostBuffers
 from trainkit.checkpoint.commit import CommitResult, commit
@@ -37,6 +39,7 @@ __all__ = ["SaveFolders", "Saver"]
 
 
 _SINGLE_RANK = ThreadExchange()
+_RESERVE_FROM_BYTES = 16 * 2**20  # allocating less takes less than 10 ms
 
 
 @dataclass
@@ -122,6 +125,29 @@ class Saver:
             ) from error
         self._thread = thread
 
+    def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Allocate the memory for the copies of the first asynchronous save in the thread, so that the save need not.
+
+        A save that comes before that is done waits for it. Nothing is done for little memory, or after an asynchronous save.
+
+        Args:
+            sizes: From `sizes_to_copy`.
+            device: The device of the tensors.
+        """
+        if self._thread is not None or self._buffers.nbytes or sum(sizes.values()) < _RESERVE_FROM_BYTES:
+            return
+
+        def allocate() -> None:
+            with contextlib.suppress(
+                RuntimeError, MemoryError
+            ):  # too little memory: the save has the same error, and reports it
+                self._buffers.reserve(sizes, device)
+
+        thread = threading.Thread(target=allocate, name="trainkit-reserve", daemon=False)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: the save allocates it
+            thread.start()
+            self._thread = thread
+
     def poll(self) -> None:
         """Report saves that have failed: call their `failed`, or raise the error if they have none. Cheap."""
         while self._failures:
@@ -194,11 +220,11 @@ class SaveFolders:
         self.folders: list[Path] = []
         self.of_run: Path | None = None
         self._waiting_for_folder: list[Callable[[Path], None]] = []
-        self._removable = False  # only the default folder: of_run was not passed to use()
+        self._removable = False  # Only the default folder is removable, not one that was passed to use().
         self._name = name
         self._world = world
-        self._exchange = world.thread_exchange(f"folders/{name}")  # for steps that may wait for a lock
-        self._locks: dict[Path, FolderLock] = {}  # on the main process
+        self._exchange = world.thread_exchange(f"folders/{name}")  # Steps that may wait for a lock use this exchange.
+        self._locks: dict[Path, FolderLock] = {}  # Only the main process has locks.
         self._entered: set[Path] = set()
 
     def use(self, folder: Path, run_id: str) -> None:
@@ -208,7 +234,7 @@ class SaveFolders:
             CheckpointWriteError: The folder exists, but is not writable or not the same on all ranks.
             CheckpointLockedError: Another live run saves to it.
         """
-        path, there = run_on_all_ranks(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])[0]
+        path, there = run_on_all_ranks(self._world, lambda: [str(folder.absolute()), os.path.exists(folder)])
         if Path(path) not in self.folders:
             if there:  # otherwise `begin` creates it, so that a fit that fails before training creates no folder
                 self._enter(Path(path), run_id)
@@ -274,7 +300,7 @@ class SaveFolders:
             folders = self.folders if self._world.is_main else []
             return max((next_counter(folder, run_id) - 1 for folder in folders), default=0)
 
-        highest: int = run_on_all_ranks(self._world, find)[0]
+        highest: int = run_on_all_ranks(self._world, find)
         return highest
 
     def choose_path(self, folder: Path, name: str, replace: bool) -> Path:
@@ -291,14 +317,15 @@ class SaveFolders:
                 lock.check()
             return str(folder / (name if replace else free_name(folder, name)))
 
-        return Path(run_on_all_ranks(self._world, choose)[0])
+        return Path(run_on_all_ranks(self._world, choose))
 
     def release(self) -> None:
         """Unlock the folders."""
         for folder, lock in self._locks.items():
             lock.release()
             remote_sync.leave(folder)
-        self._locks, self._entered = {}, set()
+        self._locks = {}
+        self._entered = set()
 
     def _enter(self, folder: Path, run_id: str) -> None:
         def take() -> None:

@@ -360,7 +360,7 @@ _LOG = {
 }
 
 
-def _created_with(key: str) -> dict[str, _Check]:
+def _hparams_schema(key: str) -> dict[str, _Check]:
     """The hyper-parameters of a module or a data module."""
     attributes = _items(_pair(_items(_anything), _maybe(_items(_text))))
     return {
@@ -391,8 +391,8 @@ _PARTS: dict[str, _Check] = {
             },
         )
     ),
-    **_created_with("hyper_parameters"),
-    **_created_with("datamodule_hyper_parameters"),
+    **_hparams_schema("hyper_parameters"),
+    **_hparams_schema("datamodule_hyper_parameters"),
     "datamodule": _anything,
     "module": _text,
     "loop": _LOOP,

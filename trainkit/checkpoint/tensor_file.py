@@ -7,7 +7,6 @@ header, the tensors' bytes. Source: https://github.com/huggingface/safetensors, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, UnsavableError
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 from trainkit.tagged_json.tensors import DTYPES, NAMES, tensor_problem
@@ -33,6 +33,7 @@ __all__ = [
     "memory_key",
     "metadata_in",
     "plan_files",
+    "split_tied",
     "tensors_in",
     "write_file",
 ]
@@ -146,7 +147,8 @@ def _shards(tensors: Mapping[str, Tensor], names: Iterable[str], max_shard_size:
     shards: list[list[str]] = [[]]
     data = header = 0
     for name in names:
-        size, part = tensors[name].nbytes, len(json.dumps(name)) + 24 * tensors[name].dim() + 120  # at most
+        # `part` is an upper bound.
+        size, part = tensors[name].nbytes, len(json.dumps(name)) + 24 * tensors[name].dim() + 120
         if shards[-1] and (data + header + size + part + 200 > max_shard_size or header + part > MAX_JSON_BYTES // 2):
             shards.append([])
             data = header = 0
@@ -252,24 +254,25 @@ def _blocks(pieces: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
         yield memoryview(small)
 
 
-def write_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file and sync it to the disk. Returns its size in bytes and its SHA-256.
+def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str | None = None) -> tuple[int, str]:
+    """Write a new file and sync it to the disk. Returns its size in bytes and its digest; "" without a `checksum`.
 
     Raises:
         FileExistsError: The path exists.
         OSError: The file cannot be written; a part of it may be left behind.
     """
     # Hashed in this thread, where each piece is in the cache; another thread was slower on two busy cores.
-    size, digest = 0, hashlib.sha256()
+    size, hasher = 0, None if checksum is None else CHECKSUMS[checksum].start()
     with path.open("xb", buffering=0) as file:
         for block in _blocks(pieces):
-            digest.update(block)
+            if hasher is not None:
+                hasher.update(block)
             size += len(block)
             while block:  # a raw write may write only part of it
                 block = block[file.write(block) or 0 :]
             block = memoryview(b"")  # frees its memory before the next one is created
         _sync(file.fileno())
-    return size, digest.hexdigest()
+    return size, "" if hasher is None else hasher.hexdigest()
 
 
 def _sync(descriptor: int) -> None:
@@ -279,7 +282,7 @@ def _sync(descriptor: int) -> None:
         try:  # macOS's fsync does not flush the drive's cache
             fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
             return
-        except OSError:  # not every file system supports it
+        except OSError:  # Not every file system supports it.
             pass
     os.fsync(descriptor)
 
@@ -354,7 +357,7 @@ def _entry(name: str, described: Any, size: int, what: str) -> Entry:
 
 
 def _are_integers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(n) is int for n in value)  # not bool, which is an int to isinstance
+    return isinstance(value, list) and all(type(n) is int for n in value)  # For isinstance, a bool would be an int.
 
 
 def _tensor(entry: Entry, data: memoryview, what: str) -> Tensor:
@@ -383,3 +386,10 @@ def memory_key(tensor: Tensor) -> Any:
         return (*layout, tensor.untyped_storage()._cdata, tensor.storage_offset())
     except (NotImplementedError, RuntimeError):  # sparse or quantized: no memory to compare
         return (*layout, id(tensor))
+
+
+def split_tied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tied tensors once, by their first name, and the others of their names → that one."""
+    first: dict[Any, str] = {}
+    names = {name: first.setdefault(memory_key(tensor), name) for name, tensor in tensors.items()}
+    return {name: tensors[name] for name in first.values()}, {name: one for name, one in names.items() if one != name}

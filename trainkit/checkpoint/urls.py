@@ -12,7 +12,6 @@ folder again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import secrets
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.lock import LOCK
 from trainkit.checkpoint.manifest import (
     DIGEST,
@@ -33,12 +33,12 @@ from trainkit.checkpoint.manifest import (
     checkpoint_identity,
     digest_line,
     has_checkpoint_files,
-    hidden_path,
     is_checkpoint,
     list_names,
+    make_hidden_path,
 )
 from trainkit.checkpoint.regular_file import read_small_file
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 from trainkit.paths import remote_url, url_of
 from trainkit.tagged_json.codec import MAX_JSON_BYTES
@@ -96,7 +96,8 @@ class RemoteFolder:
     def __init__(self, local: Path, url: str) -> None:
         from fsspec import url_to_fs
 
-        self.local, self.url = local, url
+        self.local = local
+        self.url = url
         try:
             self._fs: Any
             self._fs, root = url_to_fs(remote_url(local) or url)
@@ -218,14 +219,15 @@ class RemoteFolder:
         """
         if there.manifest is None:
             raise CorruptCheckpointError(str(there.problem))
-        partial = hidden_path(self.local, f".tmp-{secrets.token_hex(8)}")
+        partial = make_hidden_path(self.local, f".tmp-{secrets.token_hex(8)}")
         partial.mkdir(parents=True)
         try:
+            title = CHECKSUMS[there.manifest.checksum].title
             for name, entry in there.manifest.files.items():
                 self._get(name, partial / name)
-                if _sha256(partial / name) != entry.sha256:
+                if _digest(partial / name, there.manifest.checksum) != entry.digest:
                     raise CorruptCheckpointError(
-                        f"{self.url}/{name} is damaged: its SHA-256 differs from the one in {MANIFEST}. An older checkpoint of "
+                        f"{self.url}/{name} is damaged: its {title} differs from the one in {MANIFEST}. An older checkpoint of "
                         "the run may be good: ckpt_path='auto' uses the newest good one"
                     )
             self._get(MANIFEST, partial / MANIFEST)
@@ -235,7 +237,7 @@ class RemoteFolder:
             shutil.rmtree(partial, ignore_errors=True)
 
     def _put_in_place(self, partial: Path, digest: bytes) -> None:
-        old = hidden_path(self.local, f".del-{secrets.token_hex(8)}")
+        old = make_hidden_path(self.local, f".del-{secrets.token_hex(8)}")
         try:
             if has_checkpoint_files(self.local):
                 os.rename(self.local, old)
@@ -265,7 +267,7 @@ class RemoteFolder:
     def _get(self, name: str, target: Path) -> None:
         """Download a file, complete or not at all."""
         target.parent.mkdir(parents=True, exist_ok=True)
-        partial = hidden_path(target, f".tmp-{secrets.token_hex(8)}")
+        partial = make_hidden_path(target, f".tmp-{secrets.token_hex(8)}")
         try:
             self._fs.get_file(f"{self._root}/{name}".rstrip("/"), str(partial))
             os.replace(partial, target)
@@ -313,12 +315,12 @@ class RemoteFolder:
         return [path for path in paths if path.rpartition("/")[0] not in checkpoints], checkpoints
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def _digest(path: Path, checksum: str) -> str:
+    hasher = CHECKSUMS[checksum].start()
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
+            hasher.update(memoryview(piece))
+    return hasher.hexdigest()
 
 
 _RETRY_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0)  # seconds before an upload is tried again
@@ -347,9 +349,10 @@ class RemoteSync:
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._entered: dict[Path, _RemoteListing] = {}
-        self._waiting: deque[Path] = deque()  # what was saved or removed, and folders of log files
-        self._log_folders: dict[Path, dict[str, tuple[int, int]]] = {}  # → file → its size and time when it was uploaded
-        self._error: tuple[Path, Exception] | None = None  # of the last try, if it failed
+        self._waiting: deque[Path] = deque()  # Paths that were saved or removed, and folders of log files.
+        # Folder → file → its size and time when it was uploaded.
+        self._log_folders: dict[Path, dict[str, tuple[int, int]]] = {}
+        self._error: tuple[Path, Exception] | None = None  # The error of the last try, if it failed.
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------------------------------------------------ from the URL
@@ -372,7 +375,7 @@ class RemoteSync:
         for path in good:
             there = listing.checkpoints.get(path.name)
             if there is None or (there.digest != checkpoint_identity(path) and not _is_older(path, there)):
-                self.changed(path)
+                self.note_change(path)
 
     def leave(self, folder: Path) -> None:
         """The run no longer saves to a folder."""
@@ -435,7 +438,7 @@ class RemoteSync:
 
     # -------------------------------------------------------------------------------------------------------- to the URL
 
-    def changed(self, path: Path) -> None:
+    def note_change(self, path: Path) -> None:
         """A checkpoint or the file `last` was saved or removed: the thread does the same at its URL. Never raises."""
         if url_of(path) is None:
             return
@@ -483,7 +486,7 @@ class RemoteSync:
     def _start(self) -> None:
         if self._waiting and self._thread is None:
             self._thread = threading.Thread(target=self._run, name="trainkit-upload", daemon=False)
-            with contextlib.suppress(RuntimeError):  # at the limit of threads: the next call tries again
+            with contextlib.suppress(RuntimeError):  # At the limit of threads, the next call tries again.
                 self._thread.start()
                 return
             self._thread = None
@@ -580,7 +583,7 @@ def _describe_pending(left: list[Path], log_folders: set[Path], error: tuple[Pat
         lines.append(f"Not uploaded, but complete here: {names}. A run that starts with the same folder uploads them.")
     if removed:
         names = ", ".join(str(url_of(path)) for path in removed[-MAX_LISTED:])
-        lines.append(f"{counted(len(removed), 'old checkpoint')} not removed: {names}.")
+        lines.append(f"{quantity(len(removed), 'old checkpoint')} not removed: {names}.")
     if logs:
         lines.append(f"Not uploaded: the logs in {', '.join(map(str, logs))}.")
     return " ".join(lines)
