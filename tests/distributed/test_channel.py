@@ -348,7 +348,7 @@ def in_run(dying: int, how: str) -> Any:
     """Return what this rank knows about the rank that dies, and how many seconds after its death."""
     member = Member()
     member.watchdog.close()
-    member.watchdog.entered()
+    member.watchdog.enter()
     start = member.channel.exchange("start", time.time())
     assert len(start) == member.size
     if member.rank == dying:

@@ -51,7 +51,7 @@ def test_the_error_file_of_torchrun(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         theirs = json.loads(path.read_text())["message"]
         watchdog = Watchdog(channels[0])
         channels[0]._failures = {}
-        watchdog.entered()
+        watchdog.enter()
         assert not path.exists()  # the process continues
         watchdog.close()
     assert theirs["message"] == "rank 0 ended because rank 1 failed: ValueError: boom\nValueError: boom"

@@ -22,7 +22,7 @@ def test_a_run_without_all_ranks() -> None:
         channels[1].announce_end()
         channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)
         with pytest.raises(ProcessFailedError, match="a run needs all 2 processes, but rank 1 has exited"):
-            watchdogs[0].entered()
+            watchdogs[0].enter()
         for watchdog in watchdogs:
             watchdog.close()
             watchdog.close()
@@ -47,7 +47,7 @@ def test_the_grace_begins_with_the_failure_and_not_with_the_run(monkeypatch: pyt
     with star(2) as channels:
         channels[0].on_failure(lambda failure: time.sleep(0.3))
         watchdog = Watchdog(channels[0], grace=60.0)
-        watchdog.entered()
+        watchdog.enter()
         channels[1].enter_run()
         watchdog._known -= 3600.0  # as if the run had begun an hour ago
         channels[1].post_failure("error", "boom")
@@ -66,7 +66,7 @@ def test_the_main_thread_waits_for_a_rank_that_has_exited(monkeypatch: pytest.Mo
     monkeypatch.setattr(Watchdog, "_end", lambda self, failure: (ends.append(failure), ended.set()))
     with star(2) as channels:
         watchdog = Watchdog(channels[0], grace=0.01)
-        watchdog.entered()
+        watchdog.enter()
         channels[1].enter_run()
         channels[1].announce_end()
         assert channels[0].wait(lambda: 1 in channels[0].exited, PATIENCE)

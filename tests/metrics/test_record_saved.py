@@ -242,20 +242,20 @@ def test_a_metric_of_an_epoch_hook_and_of_a_loader_come_back() -> None:
 
 
 def test_the_stamp_tells_when_a_value_came() -> None:
-    """`logged_at` returns the index of the batch in this epoch that has logged a value."""
+    """`last_stamp` returns the index of the batch in this epoch that has logged a value."""
     run = Run()
     run.batch(3, lambda run, _: (run.log("often", 1.0, on_epoch=True), run.log("rare", 1.0)))
     run.batch(4, lambda run, _: (run.log("often", 1.0, on_epoch=True), run.log("mean", 1.0, on_step=False, on_epoch=True)))
     for one in (run, resumed(run)):
-        stamps = [one.store.logged_at(name) for name in ("often", "often_step", "rare", "rare_step", "mean", "absent")]
+        stamps = [one.store.last_stamp(name) for name in ("often", "often_step", "rare", "rare_step", "mean", "absent")]
         assert stamps == [4, 4, 3, None, None, None]
         assert one.store.stamp == 4
     run.store.flush_step()
-    assert run.store.logged_at("rare") == 3
+    assert run.store.last_stamp("rare") == 3
     run.batch(5, lambda run, _: run.log("waits", 1.0))
     run.end()
-    assert run.store.logged_at("often") is None
-    assert run.store.logged_at("waits") is None  # of the last epoch; it still waits for a log boundary
+    assert run.store.last_stamp("often") is None
+    assert run.store.last_stamp("waits") is None  # of the last epoch; it still waits for a log boundary
     assert run.store.pending
 
 

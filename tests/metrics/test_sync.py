@@ -5,6 +5,7 @@ The processes are threads. Real ones are tested in `test_metric_processes.py`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ def test_one_process_exchanges_nothing() -> None:
 
     run = Run(Alone())
     epoch(run, many, 9)
-    run.store.agreed_step_values()
+    run.store.agree_on_step_values()
     assert run.end()
     assert run.store.schema == 0
 
@@ -122,12 +123,13 @@ def test_the_values_of_a_step_are_reduced_and_the_same_everywhere() -> None:
     def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, step, 7, every=1)  # in the third step only rank 0 has a micro-batch
-        return run.rows, run.results.progress_bar, {k: float(v) for k, v in run.results.callback.items()}, world.exchanges
+        return run.rows, run.results.progress_bar, {k: float(v) for k, v in run.results.callback.items()}, world.calls
 
     outcomes = run_threads(3, job)
     assert outcomes[0] == outcomes[1] == outcomes[2]
-    rows, bar, callback, exchanges = outcomes[0]
-    assert exchanges == 3  # one for each log boundary
+    rows, bar, callback, calls = outcomes[0]
+    boundary = ["combine", "combine", "exchange"]  # the control word, the numbers, the values for the function
+    assert calls == [*boundary, *boundary, "combine", "from_main", "combine", "exchange"]  # ranks without a batch know no names
     weights = [m % 5 + 1 for m in range(7)]  # the batch sizes of `sized`
     for row, ms in enumerate([range(3), range(3, 6), range(6, 7)]):
         mean = sum(m * weights[m] for m in ms) / sum(weights[m] for m in ms)
@@ -136,6 +138,71 @@ def test_the_values_of_a_step_are_reduced_and_the_same_everywhere() -> None:
         assert rows[row] == (True, {"mean": mean, "sum": float(total), "own": own, "both_step": squares / total})
     assert bar == {"mean": 6.0}
     assert callback == {"mean": 6.0, "sum": 6.0, "own": 6.0, "both": 6.0, "both_step": 6.0}
+
+
+def test_a_boundary_takes_a_control_word_and_one_reduction() -> None:
+    """Nothing is gathered, whatever is logged; nothing but the word is sent when nothing was logged."""
+
+    def step(run: Run, m: int) -> None:
+        if m >= 9:
+            return
+        for reduce_fx in ("mean", "sum", "min", "max"):
+            run.log(reduce_fx, float(m), reduce_fx=reduce_fx)
+
+    def job(world: FakeWorld) -> Any:
+        run = Run(world)
+        epoch(run, step, 15, every=1)
+        return run.rows, world.calls
+
+    for rows, calls in run_threads(3, job):
+        expected = [{"mean": 8 / 6, "sum": 3.0, "min": 0.0, "max": 2.0}, {"sum": 12.0, "min": 3.0, "max": 5.0}]
+        assert rows[0] == (True, expected[0])
+        assert rows[1][1].items() > expected[1].items()
+        assert len(rows) == 3
+        assert calls == ["combine", "combine"] * 3 + ["combine"] * 2  # the word and the numbers; then the word alone
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_an_extra_name_at_a_boundary_is_named_before_anything_is_reduced(size: int) -> None:
+    def job(world: FakeWorld) -> Any:
+        run = Run(world)
+
+        def step(run: Run, m: int) -> None:
+            run.log("all", 1.0)
+            if world.rank == size - 1:
+                run.log("extra", 1.0)
+
+        with pytest.raises(MetricError) as caught:
+            epoch(run, step, 2 * size, every=1)
+        return str(caught.value), world.calls
+
+    others = "rank 0" if size == 2 else "ranks 0, 1"
+    for text, calls in run_threads(size, job):
+        assert text.startswith(f"log('extra'): logged on rank {size - 1}, not on {others}.")
+        assert calls == ["combine", "exchange"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_sum_of_a_step_does_not_depend_on_the_order_of_the_ranks(size: int) -> None:
+    """Also where the rounding errors are larger than the result; infinities stay what they are."""
+    values = [1e16, 1.0, -1e16, 3.0, 1e-9][:size]
+
+    def job(world: FakeWorld, values: list[float]) -> Any:
+        run = Run(world)
+        run.store.scope, run.store.stamp, run.store.batch = Scope.TRAIN_BATCH, 0, torch.zeros(2, 1)
+        run.log("sum", values[world.rank], reduce_fx="sum")
+        run.log("mean", values[world.rank])
+        run.log("infinite", math.inf if world.rank else values[0], reduce_fx="sum")
+        run.log("nan", math.nan if world.rank else 1.0, reduce_fx="max")
+        run.store.flush_step()
+        return run.rows[0][1]
+
+    for order in (values, values[::-1], sorted(values)):
+        for row in run_threads(size, job, order):
+            assert row["sum"] == math.fsum(values)
+            assert row["mean"] == math.fsum(values) / size
+            assert row["infinite"] == math.inf
+            assert math.isnan(row["nan"])
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -187,17 +254,17 @@ def test_a_newer_value_takes_the_place_of_one_that_waits() -> None:
 
 
 def test_callbacks_decide_on_values_that_are_the_same() -> None:
-    """`agreed_step_values` reduces values before a log boundary, so that callbacks decide the same on all ranks."""
+    """`agree_on_step_values` reduces values before a log boundary, so that callbacks decide the same on all ranks."""
 
     def job(world: FakeWorld) -> Any:
         run = Run(world)
         epoch(run, lambda run, m: run.log("x", float(m), on_epoch=True), 5, every=99)
         live = dict(run.store.step_values())
-        agreed = run.store.agreed_step_values()
+        agreed = run.store.agree_on_step_values()
         assert live["x"] == {0: 4.0, 1: 3.0}[world.rank]
         assert {name: float(value) for name, value in agreed.items()} == {"x": 4.0, "x_step": 4.0}
         assert run.store.step_values() == agreed
-        assert run.store.logged_at("x") == 2
+        assert run.store.last_stamp("x") == 2
         assert run.store.pending  # loggers get it once, at the next log boundary
         run.store.flush_step()
         run.log("x", 10.0 + world.rank, on_epoch=True)
@@ -234,7 +301,7 @@ def test_the_same_value_once_more_after_agreeing() -> None:
         for row in range(2):
             run.store.scope, run.store.stamp, run.store.batch = Scope.TRAIN_BATCH, row, sized(0)
             run.log("x", 1.0 + world.rank * row, reduce_fx="sum")
-            run.store.agreed_step_values()
+            run.store.agree_on_step_values()
             run.store.flush_step()
         return run.rows
 

@@ -139,7 +139,7 @@ def test_a_value_of_a_step_that_no_boundary_has_seen(before: int, after: int) ->
 
     def flushed(world: World) -> Any:
         run = resumed(world, states)
-        assert before == after or run.store.step_values() == run.store.agreed_step_values()
+        assert before == after or run.store.step_values() == run.store.agree_on_step_values()
         run.store.flush_step()
         run.store.flush_step()
         return run.rows, run.results.progress_bar

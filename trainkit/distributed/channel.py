@@ -7,6 +7,7 @@ even while its main thread waits.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,7 @@ _CONNECT_LIMIT_S = 10.0  # seconds in which all must have connected
 _ACKNOWLEDGE_LIMIT_S = 1.0  # seconds to wait for the hub to acknowledge a message
 _CLEARED_S = 60.0  # seconds that a run waits until all ranks have left an earlier run that failed
 _LOOK_S = 1.0  # seconds until a waiting rank first calls `while_waiting`; the pause doubles each time
-_SELDOM = 8.0  # longest pause
+_LONGEST_PAUSE_S = 8.0  # longest pause, in seconds
 _ANSWER_S = 2.0  # seconds for all ranks to answer
 
 _QUESTION = "what each rank is doing"
@@ -34,9 +35,10 @@ _Call = Callable[[], None]
 
 @dataclass(eq=False)
 class _Waiter:
-    """A thread that waits for an exchange."""
+    """A thread that waits for an exchange. `collected`: the values of all ranks are there, for the reply to them."""
 
     complete: _Call | None = None
+    collected: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     values: list[Any] = field(default_factory=list)
     why: Failure | None = None
@@ -69,7 +71,7 @@ class Channel:
         self._failures: dict[int | None, Failure] = {}  # replaced, never modified, like `exited`: read without the lock
         self._waiters: dict[str, _Waiter] = {}
         self._listeners: list[Callable[[Failure | None], None]] = []
-        self._last_begun: dict[int, int] = {}  # for ranks that have exited: number of collectives that had begun
+        self._last_begun: dict[int, int] = {}  # Rank that has exited → number of collectives that had begun.
         self._failing_runs: set[int] = set()  # runs that fail on this process
         self._announced: tuple[str, str] | None = None
         self._posted: Failure | None = None
@@ -126,10 +128,47 @@ class Channel:
             ProcessFailedError: a rank failed or exited before it sent its value.
             ValueError: the value is too large.
         """
-        line = encode({"exchange": key, "value": value})
-        if len(line) > LIMIT:
-            raise ValueError(f"an exchange has at most {LIMIT} bytes per process, but this value has {len(line)}. Use a file.")
         waiter = _Waiter(complete)
+
+        def wait() -> None:
+            pause = _LOOK_S
+            while not waiter.done.wait(None if while_waiting is None else pause):
+                while_waiting()  # type: ignore[misc]
+                pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+        self._exchange(key, {"value": json.dumps(value)}, waiter, wait)
+        decoded = {text: json.loads(text) for text in set(waiter.values)}  # most values are often equal
+        return [decoded[text] for text in waiter.values]
+
+    def collect(self, key: str, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """The reply of the main process to the values of all ranks; waits without a time limit.
+
+        The values go to the main process only, and only its reply goes to all ranks.
+
+        Args:
+            key: see `exchange`.
+            value: see `exchange`.
+            answer: on the main process, returns the reply (JSON) to the values of all ranks, in the order of the ranks.
+
+        Raises:
+            ProcessFailedError, ValueError: see `exchange`.
+        """
+        waiter = _Waiter()
+
+        def wait() -> None:
+            if self.rank == 0:
+                waiter.collected.wait()
+                if waiter.why is None:
+                    reply = answer([json.loads(text) for text in waiter.values])
+                    self._link.send(_line({"reply": key, "value": json.dumps(reply)}))
+            waiter.done.wait()
+
+        self._exchange(key, {"value": json.dumps(value), "collect": True}, waiter, wait)
+        return json.loads(waiter.values[0])
+
+    def _exchange(self, key: str, message: dict[str, Any], waiter: _Waiter, wait: _Call) -> None:
+        """Send a value, and wait until the exchange is complete. Values are JSON inside JSON: the hub does not decode them."""
+        line = _line({"exchange": key, **message})
         try:
             with self.changed:
                 if self.closed or self.hub_lost:
@@ -138,10 +177,7 @@ class Channel:
                     raise ValueError(f"exchange {key!r} is already running in another thread. Use another key.")
                 self._waiters[key] = waiter
             self._link.send(line)
-            pause = _LOOK_S
-            while not waiter.done.wait(None if while_waiting is None else pause):
-                while_waiting()  # type: ignore[misc]
-                pause = min(2 * pause, _SELDOM)
+            wait()
         except BaseException:  # such as a signal: the value must not count for a later exchange with this key
             if self._waiters.get(key) is waiter:
                 self._send_and_wait({"withdraw": key})  # a result that was sent before has arrived by then
@@ -151,7 +187,6 @@ class Channel:
                 del self._waiters[key]
         if waiter.why is not None:
             raise ProcessFailedError(f"exchange {key!r} cannot be completed: {waiter.why}.")
-        return waiter.values
 
     def ask(self) -> list[dict[str, Any] | None] | None:
         """What each rank is doing, as `CollectiveTracker.record` returns it, even while its main thread waits.
@@ -261,7 +296,8 @@ class Channel:
             cause = self._earlier_failure(number) or self.cause if cannot_begin() else self._earlier_failure(number)
             if self.closed or cause is not None:
                 raise ProcessFailedError(f"a run needs all {self.size} processes, but {cause or 'the channel is closed'}.")
-            self._announced, self.traceback = None, ""
+            self._announced = None
+            self.traceback = ""
             self.runs.begin()
             self._link.send(encode({"begin": number}))
             self.changed.notify_all()
@@ -315,6 +351,8 @@ class Channel:
         """A message of the hub; in the thread of the connection."""
         if "result" in message:
             self._end_exchange(message["result"], message["values"])
+        elif "collected" in message:
+            self._pass_values(message["collected"], message["values"])
         elif "canceled" in message:
             self._end_exchange(message["canceled"], [], Failure(**message["why"]))
         elif "asked" in message:
@@ -333,10 +371,19 @@ class Channel:
         waiter = self._waiters.get(key)
         if waiter is None:
             return
-        waiter.values, waiter.why = values, why
+        waiter.values = values
+        waiter.why = why
         if why is None and waiter.complete is not None:
             waiter.complete()
+        waiter.collected.set()
         waiter.done.set()
+
+    def _pass_values(self, key: str, values: list[Any]) -> None:
+        """Pass the values of all ranks to the thread that replies to them."""
+        waiter = self._waiters.get(key)
+        if waiter is not None:
+            waiter.values = values
+            waiter.collected.set()
 
     def _update(self, message: dict[str, Any]) -> None:
         """Store the content of a message; called with the lock."""
@@ -382,10 +429,24 @@ class Channel:
         for waiter in list(self._waiters.values()):
             if not waiter.done.is_set():
                 waiter.why = why
+                waiter.collected.set()
                 waiter.done.set()
 
     def abandon(self) -> None:
         """In a forked process: the channel belongs to the parent."""
         self.changed = threading.Condition()
         self.closed = True
-        self._waiters, self._listeners = {}, []
+        self._waiters = {}
+        self._listeners = []
+
+
+def _line(message: dict[str, Any]) -> bytes:
+    """A message with a value as a line.
+
+    Raises:
+        ValueError: the value is too large.
+    """
+    line = encode(message)
+    if len(line) > LIMIT:
+        raise ValueError(f"an exchange has at most {LIMIT} bytes per process, but this value has {len(line)}. Use a file.")
+    return line

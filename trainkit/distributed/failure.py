@@ -36,7 +36,7 @@ _TIMED_OUT = (
 )
 
 _LINE, _LINES = 300, 1000  # characters of a summary, and of one that names lines of several ranks
-_LONGEST = 65536  # characters of a traceback that are sent
+_TRACEBACK_CHARACTERS = 65536  # characters of a traceback that are sent
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Failure:
 
     def record(self) -> dict[str, Any]:
         """The failure as JSON."""
-        return asdict(self) | {"text": self.text[-_LONGEST:]}
+        return asdict(self) | {"text": self.text[-_TRACEBACK_CHARACTERS:]}
 
 
 class Runs:

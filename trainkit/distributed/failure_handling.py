@@ -110,7 +110,7 @@ class FailureReport:
         self._process = os.getpid()
         self._uncaught = False
         self._before = sys.excepthook
-        self._hook = self._print  # one object, to compare with `is`
+        self._hook = self._print  # It is stored as one object, to be compared with `is`.
         sys.excepthook = self._hook
         atexit.register(self._exit)
 
@@ -131,7 +131,7 @@ class FailureReport:
                 self._before(kind, error, trace)
             return
         self._uncaught = True
-        with _sigterm_ignored():  # from before the report on: a launcher must not end this process before it has printed
+        with _sigterm_ignored():  # A launcher must not end this process before it has printed.
             self._print_error(kind, error, trace)
 
     def _print_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -245,7 +245,8 @@ class Watchdog:
 
     def __init__(self, channel: Channel, *, grace: float = _GRACE_S) -> None:
         self.folder: str | Path | None = None
-        self._channel, self._grace = channel, grace
+        self._channel = channel
+        self._grace = grace
         self._closed = False
         self._known = 0.0  # time of the failure, or of the start of the run if that was later
         self._writing = threading.Lock()
@@ -255,7 +256,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="trainkit-watchdog", daemon=True)
         self._thread.start()
 
-    def entered(self) -> None:
+    def enter(self) -> None:
         """The main thread enters a run, which may be inside another.
 
         Raises:
@@ -273,7 +274,7 @@ class Watchdog:
         remove_error_file()
         self._known = max(self._known, time.monotonic())
 
-    def left(self) -> None:
+    def leave(self) -> None:
         """The main thread leaves the run, normally or by an error."""
         self._append_error()
         self._channel.leave_run()
@@ -300,30 +301,30 @@ class Watchdog:
         while True:
             self._wait()
             failure, limit = self._channel.failure, self._limit()
-            if self._done:
+            if self._is_over:
                 return
-            if failure is not known:  # not in a listener, which may be called after this thread has woken up
+            if failure is not known:  # A listener may be called after this thread has woken up, so this is not done there.
                 known, self._known = failure, time.monotonic()
-            if failure is not None and limit is not None and not self._recovered(failure, limit):
+            if failure is not None and limit is not None and not self._wait_for_recovery(failure, limit):
                 self._end(failure)
 
     def _wait(self) -> None:
         """Wait for something to do. Whether the main thread waits for a rank that has exited is checked regularly."""
         channel, looks = self._channel, bool(self._channel.exited)
         channel.wait(
-            lambda: self._done or self._limit() is not None or bool(channel.exited) != looks, _LOOK_S if looks else None
+            lambda: self._is_over or self._limit() is not None or bool(channel.exited) != looks, _LOOK_S if looks else None
         )
         if channel.failure is None and channel.runs.open:
             channel.report_missing_rank()
 
-    def _recovered(self, failure: Failure, limit: float) -> bool:
+    def _wait_for_recovery(self, failure: Failure, limit: float) -> bool:
         """Wait until the time is up. Returns whether this failure is over or has a different limit by then."""
         pause = max(0.0, self._known + limit - time.monotonic())
         channel = self._channel
-        return channel.wait(lambda: self._done or channel.failure is not failure or self._limit() != limit, pause)
+        return channel.wait(lambda: self._is_over or channel.failure is not failure or self._limit() != limit, pause)
 
     @property
-    def _done(self) -> bool:
+    def _is_over(self) -> bool:
         return self._closed or self._channel.closed
 
     def _limit(self) -> float | None:

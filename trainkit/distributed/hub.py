@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from time import monotonic, sleep
 from typing import Any
 
@@ -38,7 +39,8 @@ _SILENT = {getattr(errno, name, None) for name in ("ETIMEDOUT", "EHOSTUNREACH", 
 class Hub:
     """The center of the star: receives the messages of all ranks and decides what happened, in the same order for all ranks.
 
-    An exchange is complete when every rank has sent its value. During a failure no exchange completes: the participating ranks
+    An exchange is complete when every rank has sent its value: every rank receives all values or, if they were collected, the
+    main process receives them, and every rank its reply. During a failure no exchange completes: the participating ranks
     receive the reason. The failure of a run in a process that survives is over when every rank has left that run. A failure
     that ends a process is permanent.
 
@@ -48,7 +50,8 @@ class Hub:
     """
 
     def __init__(self, size: int, send: Callable[[int, Any], None]) -> None:
-        self._size, self._send = size, send
+        self._size = size
+        self._send = send
         self._exchanges: dict[str, dict[int, Any]] = {}  # key → values by rank
         self._runs = [Runs() for _ in range(size)]
         self._failures: dict[int | None, Failure] = {}  # the first of each run, in the order of arrival
@@ -67,7 +70,9 @@ class Hub:
         if rank in self._exited:
             return
         if "exchange" in message:
-            self._add_value(rank, message["exchange"], message["value"])
+            self._add_value(rank, message["exchange"], message["value"], message.get("collect", False))
+        elif "reply" in message:
+            self._reply(message["reply"], message["value"])
         elif "withdraw" in message:
             self._withdraw(rank, message["withdraw"])
         elif "begin" in message:
@@ -105,7 +110,7 @@ class Hub:
             if rank not in values:
                 self._cancel(key, end)
 
-    def _add_value(self, rank: int, key: str, value: Any) -> None:
+    def _add_value(self, rank: int, key: str, value: Any, collect: bool) -> None:
         why = next(iter(self._failures.values()), None)
         if why is not None:
             self._send(rank, {"canceled": key, "why": why.record()})
@@ -116,8 +121,16 @@ class Hub:
         if missing:
             self._cancel(key, missing[0])
         elif len(values) == self._size:
+            in_order = [values[other] for other in range(self._size)]
+            if collect:  # not complete before the reply of the main process: until then a failure cancels it on all ranks
+                self._send(0, {"collected": key, "values": in_order})
+                return
             del self._exchanges[key]
-            self._send_all({"result": key, "values": [values[other] for other in range(self._size)]})
+            self._send_all({"result": key, "values": in_order})
+
+    def _reply(self, key: str, value: Any) -> None:
+        if self._exchanges.pop(key, None) is not None:  # not canceled
+            self._send_all({"result": key, "values": [value]})
 
     def _withdraw(self, rank: int, key: str) -> None:
         values = self._exchanges.get(key, {})
@@ -221,16 +234,16 @@ def open_listener(master_addr: str | None) -> tuple[socket.socket, dict[str, Any
 
 def _addresses(master_addr: str | None) -> list[str]:
     """The addresses of this node, the likeliest first."""
-    found = [master_addr] if master_addr else []
+    addresses = [master_addr] if master_addr else []
     if master_addr not in _LOOPBACK:
         for family, target in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((target, 9))  # sends nothing; only finds out which local address would be used
-                found.append(probe.getsockname()[0])
+                addresses.append(probe.getsockname()[0])
         with contextlib.suppress(OSError):
-            found += [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
-        found.append("127.0.0.1")
-    return list(dict.fromkeys(found))
+            addresses += [str(one[4][0]) for one in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)]
+        addresses.append("127.0.0.1")
+    return list(dict.fromkeys(addresses))
 
 
 class HubListener:
@@ -261,8 +274,12 @@ class HubListener:
         silence_limit: float,
         on_connect: Callable[[int, JsonConnection], None],
     ) -> None:
-        self._loop, self._listener, self._shared, self._size = loop, listener, shared, size
-        self._silence_limit, self._on_connect = silence_limit, on_connect
+        self._loop = loop
+        self._listener = listener
+        self._shared = shared
+        self._size = size
+        self._silence_limit = silence_limit
+        self._on_connect = on_connect
         self._unauthenticated: dict[JsonConnection, None] = {}  # the oldest first
         self.missing = set(range(1, size))
         self.problem = ""
@@ -423,7 +440,8 @@ class HubConnection:
 
     def __init__(self, rank: int, size: int, on_message: Callable[[Any], None], on_lost: Callable[[str], None]) -> None:
         self.rank, self.size = rank, size
-        self._on_message, self._on_lost = on_message, on_lost
+        self._on_message = on_message
+        self._on_lost = on_lost
         self._loop = ConnectionLoop("trainkit-channel", lambda error: on_lost("died"))
         self._wire: JsonConnection | None = None
         self._ready = threading.Event()
@@ -458,6 +476,8 @@ class HubConnection:
             self._refused = message["ready"]
             self._ready.set()
         else:
+            if "runs" in message:
+                message["values"] = [value for value, count in message.pop("runs") for _ in range(count)]
             self._on_message(message)
 
     def _end(self, why: Exception) -> None:
@@ -476,6 +496,7 @@ class LocalHubConnection:
         self._loop = ConnectionLoop("trainkit-channel", lambda error: on_lost("died"))
         self._wires: dict[int, JsonConnection] = {}
         self._all_connected = threading.Event()
+        self._encoded: tuple[Any, bytes] = (None, b"")  # the latest message, which usually goes to all ranks, and its line
         self.hub = Hub(size, self._send)
 
     def open(self, master_addr: str | None, from_main: Callable[[Any], Any], limit: float, silence_limit: float) -> None:
@@ -525,12 +546,20 @@ class LocalHubConnection:
         if rank == 0:
             self._on_message(message)
         elif rank in self._wires:
-            self._loop.send(self._wires[rank], encode(message))
+            if message is not self._encoded[0]:
+                self._encoded = message, _encode_result(message) if "result" in message else encode(message)
+            self._loop.send(self._wires[rank], self._encoded[1])
 
     def _send_all(self, message: Any) -> None:
         line = encode(message)
         for wire in self._wires.values():
             self._loop.send(wire, line)
+
+
+def _encode_result(message: dict[str, Any]) -> bytes:
+    """Encode the values of all ranks, of which most are often equal: each run of equal ones as one value and their number."""
+    runs = [(value, sum(1 for _ in equal)) for value, equal in groupby(message["values"])]
+    return encode({"result": message["result"], "runs": runs})
 
 
 def _kind(why: Exception) -> str:

@@ -31,7 +31,7 @@ __all__ = [
     "whole_shape",
 ]
 
-_OFFLOADED = ("cpu", "disk")  # where Accelerate keeps the weights of layers that no GPU has room for
+_OFFLOADED = ("cpu", "disk")  # Accelerate keeps the weights of layers there for which no GPU has room.
 
 Range = tuple[tuple[int, int], ...]
 """Start and end of a part in each dimension."""
@@ -116,9 +116,9 @@ def check_placement(module: nn.Module, strategy: Placing) -> tuple[torch.device,
         return ()
     there = " and ".join(map(str, devices))
     if strategy.world.size > 1 or not strategy.keeps_placement:
-        several = f"there are {strategy.world.size} processes, and each has one device"
+        processes = f"there are {strategy.world.size} processes, and each has one device"
         shard = "" if strategy.shards_parameters else ", and shard it: strategy='fsdp' or 'zero3'"
-        why_one = several if strategy.world.size > 1 else f"{type(strategy).__name__} needs a module on one device"
+        why_one = processes if strategy.world.size > 1 else f"{type(strategy).__name__} needs a module on one device"
         raise ConfigurationError(
             f"{name} has layers on {there}, but {why_one}. Expected: one process and no strategy, Trainer(devices=1) or "
             f"Accelerator(). To train on several processes, create the module without .to(device) and device_map{shard}"
@@ -140,9 +140,9 @@ def _refuse_offloaded(module: nn.Module) -> None:
     """
     for part in module.modules():
         device_map = vars(part).get("hf_device_map")  # set by Accelerate and transformers
-        found: dict[str, str] = {k: str(v) for k, v in device_map.items()} if isinstance(device_map, Mapping) else {}
-        offloaded = [f"{key or 'all'} ({where})" for key, where in found.items() if where in _OFFLOADED]
-        if offloaded and ("disk" in found.values() or len(set(found.values())) > 1):
+        devices: dict[str, str] = {k: str(v) for k, v in device_map.items()} if isinstance(device_map, Mapping) else {}
+        offloaded = [f"{key or 'all'} ({where})" for key, where in devices.items() if where in _OFFLOADED]
+        if offloaded and ("disk" in devices.values() or len(set(devices.values())) > 1):
             raise ConfigurationError(
                 f"device_map has offloaded {len(offloaded)} parts of {type(part).__name__}: {', '.join(offloaded[:3])}. Their "
                 "weights are loaded for each forward and dropped after it, so they cannot be trained. Expected: every layer on "
@@ -211,7 +211,7 @@ def own_range(tensor: Any, first: int = 0) -> Range:
         placement = tensor.placements[dimension]
         if not placement.is_replicate():
             start, end = ranges[placement.dim]
-            size = -(-(end - start) // mesh.size(dimension))  # as `torch.chunk`
+            size = -(-(end - start) // mesh.size(dimension))  # `torch.chunk` rounds up too.
             begin = min(start + size * mesh.get_local_rank(dimension), end)
             ranges[placement.dim] = begin, min(begin + size, end)
     return tuple(ranges)

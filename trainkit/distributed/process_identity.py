@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -42,12 +43,11 @@ class ProcessIdentity:
     def from_json(cls, values: Mapping[str, Any]) -> ProcessIdentity | None:
         """The process in the result of `dataclasses.asdict`, which may have more keys; `None` if it is invalid."""
         host, pid = values.get("host"), values.get("pid")
-        boot, namespace, start = (values.get(name, 0) for name in ("boot", "namespace", "start"))
+        texts = [values.get(name, 0) for name in ("boot", "namespace", "start")]
         if not isinstance(host, str) or type(pid) is not int or not 0 < pid < 2**31:
             return None
-        if not all(value is None or isinstance(value, str) for value in (boot, namespace, start)):
-            return None
-        return cls(host, boot, namespace, pid, start)
+        boot, namespace, start = texts
+        return cls(host, boot, namespace, pid, start) if all(isinstance(text, str | None) for text in texts) else None
 
     def state(self) -> Literal["live", "dying", "dead", "unknown"]:
         """Whether the process is alive. `"dying"`: killed but not exited yet; `"unknown"`: not visible from this host."""
@@ -70,7 +70,7 @@ def _start_and_state(pid: int) -> tuple[str | None, Literal["live", "dying", "de
     """The start time of a process, `None` if unknown, and its state."""
     here = _link("/proc/self")
     if here is None:
-        return _start_from_ps(pid), "live"
+        return _start_from_ps(pid) if os.name == "posix" else None, "live"
     if here != str(os.getpid()):  # the /proc of another namespace, with other process ids
         return None, "live"
     # The second field is the name of the program in brackets, which may itself contain spaces and brackets.
@@ -87,25 +87,20 @@ def _start_and_state(pid: int) -> tuple[str | None, Literal["live", "dying", "de
 
 
 def _start_from_ps(pid: int) -> str | None:
-    if os.name != "posix":
-        return None
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         command = ["ps", "-o", "lstart=", "-p", str(pid)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, env={**os.environ, "LC_ALL": "C"})
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip() or None
+        return done.stdout.strip() or None
+    return None
 
 
 def _text(path: str) -> str | None:
-    try:
+    with suppress(OSError):
         return Path(path).read_text(errors="replace").strip()
-    except OSError:
-        return None
+    return None
 
 
 def _link(path: str) -> str | None:
-    try:
+    with suppress(OSError):
         return os.readlink(path)
-    except OSError:
-        return None
+    return None

@@ -72,7 +72,9 @@ class RestartStore:
     """
 
     def __init__(self, host: str, port: int, run: str) -> None:
-        self._host, self._port, self._run = host, port, run
+        self._host = host
+        self._port = port
+        self._run = run
 
     def __repr__(self) -> str:
         return f"RestartStore({self._host!r}, {self._port}, {self._run!r})"
@@ -98,7 +100,7 @@ class RestartStore:
         return kept.decode()
 
     def _store(self) -> TCPStore:
-        from torch.distributed import TCPStore  # not in every build of torch
+        from torch.distributed import TCPStore  # Not every build of torch has it.
 
         def connect() -> TCPStore:
             return TCPStore(self._host, self._port, is_master=False, wait_for_workers=False, timeout=_TIMEOUT)

@@ -19,7 +19,7 @@ from typing import Any
 __all__ = ["LIMIT", "ConnectionLoop", "JsonConnection", "decode", "enable_keepalive", "encode", "inherited"]
 
 LIMIT = 16 << 20  # bytes of a line that one process may send
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16  # bytes of one read; a larger buffer would be mapped and unmapped by each read
 _FLUSH_S = 1.0  # seconds in which pending lines must be sent when the connections are closed
 
 inherited: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -50,7 +50,7 @@ def enable_keepalive(connection: socket.socket, silence_limit: float) -> None:
     pause = max(1, round(silence_limit / 6))
     options = {
         "TCP_KEEPIDLE": 2 * pause,  # silence before the first probe
-        "TCP_KEEPALIVE": 2 * pause,  # the same on macOS
+        "TCP_KEEPALIVE": 2 * pause,  # macOS has another name for it.
         "TCP_KEEPINTVL": pause,
         "TCP_KEEPCNT": 4,
         "TCP_USER_TIMEOUT": round(1000 * silence_limit),  # milliseconds until sent data must be acknowledged
@@ -83,7 +83,8 @@ class JsonConnection:
     ) -> None:
         connection.setblocking(False)
         self.connection = connection
-        self.on_message, self.on_end = on_message, on_end
+        self.on_message = on_message
+        self.on_end = on_end
         self.limit = limit
         self.full = False
         self.broken: OSError | None = None
@@ -151,7 +152,7 @@ class ConnectionLoop:
         self._stop_at: float | None = None
         self._later: list[tuple[float, int, Callable[[], None]]] = []  # a heap: when to call what
         self._numbers = count()
-        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._woken)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ, self._clear_wakeup)
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         inherited.add(self)
 
@@ -193,7 +194,7 @@ class ConnectionLoop:
 
     def forget(self, listener: socket.socket) -> None:
         """Close a socket that `listen` was called with."""
-        if listener in self._selector.get_map():  # not after `listen_later`
+        if listener in self._selector.get_map():  # After `listen_later` the selector does not have it.
             self._selector.unregister(listener)
         listener.close()
 
@@ -221,7 +222,7 @@ class ConnectionLoop:
 
     def _work(self) -> None:
         try:
-            while not self._finished():
+            while not self._is_finished():
                 for key, events in self._selector.select(self._pause()):
                     if key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # not closed by an earlier event
                         key.data(events)
@@ -247,7 +248,7 @@ class ConnectionLoop:
         self._wake_receiver.close()
         self._wake_sender.close()
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         return self._stop_at is not None and (not self._wires or monotonic() > self._stop_at)
 
     def _stop(self) -> None:
@@ -255,7 +256,7 @@ class ConnectionLoop:
         for wire in list(self._wires):
             self._flush(wire)
 
-    def _woken(self, events: int) -> None:
+    def _clear_wakeup(self, events: int) -> None:
         with contextlib.suppress(BlockingIOError):
             self._wake_receiver.recv(4096)
 
@@ -265,7 +266,7 @@ class ConnectionLoop:
         if events & selectors.EVENT_READ:
             try:
                 for line in wire.get():
-                    if wire in self._wires and self._stop_at is None:  # not if a handler has dropped it
+                    if wire in self._wires and self._stop_at is None:  # A handler may have dropped it.
                         wire.on_message(decode(line))
             except BlockingIOError:
                 pass

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.distributed.hops import Hop, hops
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.nested import map_tensors
 from trainkit.registry import strategy_infos
@@ -28,10 +29,22 @@ if TYPE_CHECKING:
     from trainkit.distributed.failure_handling import Watchdog
     from trainkit.distributed.stores import RestartStore
 
-__all__ = ["CollectiveTracker", "Pending", "Ranks", "ThreadExchange", "World", "file_name_of", "find_call", "find_caller"]
+__all__ = [
+    "RING_RANKS",
+    "CollectiveTracker",
+    "Pending",
+    "Ranks",
+    "ThreadExchange",
+    "World",
+    "file_name_of",
+    "find_call",
+    "find_caller",
+]
 
 _SLOT = 2048  # bytes of an exchange that takes one collective; longer ones take two
 _HEAD = 8
+_TAGS = 256  # more than there are reductions in progress at a time
+RING_RANKS = 64  # up to this number of ranks, gloo reduces in a ring, which continues by itself during a step
 
 _OPERATIONS = {
     "mean": lambda stacked: stacked.sum(0) / len(stacked),
@@ -113,7 +126,8 @@ class World:
         self.watchdog = watchdog
         self.restarts = restarts
         self.collectives = CollectiveTracker() if channel is None else channel.collectives
-        self.collective_checks: Any = None  # of your own training loop
+        self.collective_checks: Any = None  # Set by an Accelerator in your own training loop.
+        self.reductions = 0  # that this rank has started by `combine`; the same on all ranks
         self._memory = memory
 
     def __repr__(self) -> str:
@@ -154,7 +168,7 @@ class World:
         """
         if self.size == 1:
             return [value]
-        return [json.loads(bytes(data)) for data in self._gathered(json.dumps(value).encode())]
+        return [json.loads(bytes(data)) for data in self._gather_bytes(json.dumps(value).encode())]
 
     def exchange_state(self, value: Any) -> list[Any]:
         """Like `exchange`, for values that a checkpoint can contain: tuples, bytes, arrays, tensors and more.
@@ -164,7 +178,7 @@ class World:
         Raises:
             UnsavableError: something in it cannot be encoded; see `trainkit.tagged_json.codec`.
         """
-        return [value] if self.size == 1 else [from_bytes(data) for data in self._gathered(to_bytes(value))]
+        return [value] if self.size == 1 else [from_bytes(data) for data in self._gather_bytes(to_bytes(value))]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
         """Like `exchange`, for objects of the user, which are pickled; tensors keep their devices.
@@ -199,10 +213,33 @@ class World:
             run_id = self.world.from_main(secrets.token_hex(8))
             ```
         """
-        return value if self.size == 1 else self.exchange(value if self.is_main else None)[0]
+        if self.size == 1:
+            return value
+        with self.collectives:
+            return json.loads(self._broadcast_bytes(json.dumps(value).encode() if self.is_main else b""))
+
+    def collect(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """Return the reply of the main process to the values of all ranks, which go to the main process only.
+
+        Args:
+            value: JSON, as for `exchange`.
+            answer: On the main process, returns the reply (JSON) to the values of all ranks, in rank order.
+        """
+        if self.size == 1:
+            return answer([value])
+        data = json.dumps(value).encode()
+        (longest,) = self.largest([len(data)])
+        mine = _with_length(data, longest)
+        slots = [torch.empty_like(mine) for _ in range(self.size)] if self.is_main else None
+        with self.collectives:
+            dist.gather(mine, slots, 0, group=self.control)
+        reply = None if slots is None else answer([json.loads(bytes(_without_length(slot))) for slot in slots])
+        return self.from_main(reply)
 
     def agree(self, error: BaseException | None = None) -> str | None:
         """The error of the first rank that has one, with its rank; `None` if no rank has one."""
+        if not any(self.largest([error is not None])):
+            return None
         errors = self.exchange(None if error is None else f"{type(error).__name__}: {error}")
         return next((f"rank {rank}: {text}" for rank, text in enumerate(errors) if text is not None), None)
 
@@ -249,16 +286,42 @@ class World:
             (any_overflow,) = self.world.largest([overflow])
             ```
         """
-        return self.begin_largest(values).wait()
+        found = torch.tensor(values, dtype=torch.int64)
+        largest: list[int] = (self.combine(found, torch.maximum) if self.size > 1 else found).tolist()
+        return largest
 
     def begin_largest(self, values: Sequence[int]) -> Pending:
-        """Start `largest`; wait for it later."""
+        """Start `largest`; wait for it later. Of many ranks, the hops but the first are done during that wait."""
         tensor = torch.tensor(values, dtype=torch.int64)
         work = None
         if self.size > 1:
             self.collectives.begun += 1
+        if self.size > RING_RANKS:
+            return _Hops(self, tensor, torch.maximum)
+        if self.size > 1:
             work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
         return Pending(tensor, work, self.collectives)
+
+    def combine(self, value: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the values of all ranks, combined in O(log N) messages per rank; the same bits on every rank.
+
+        Args:
+            value: A tensor on the CPU, of the same shape and dtype on all ranks.
+            function: Combines two values into one; their order must not matter.
+        """
+        self.collectives.begun += 1
+        return _Hops(self, value, function).result()
+
+    def post(self, hop: Hop, value: Tensor, tag: int) -> tuple[Tensor, list[Any]]:
+        """Start a hop of the reduction with this tag; returns where the received value will be, and what to wait for."""
+        received = torch.empty_like(value)
+        group = self.control
+        assert group is not None
+        # the methods of the group take half the time of `isend` and `irecv`
+        works: list[Any] = [group.send([value], hop.peer, tag)] if hop.sends else []
+        if hop.receives:
+            works.append(group.recv([received], hop.peer, tag))
+        return received, works
 
     def keep_text(self, key: str, text: str) -> None:
         """Keep the text of the main process over a restart of the processes, if the launcher can."""
@@ -290,23 +353,47 @@ class World:
             raise ValueError(f"{self!r} has no channel, which exchanges in a thread need. Use World(channel=Channel.open(...))")
         return ThreadExchange(name, self.channel if self.size > 1 else None, self.rank, self.size)
 
-    def _gathered(self, data: bytes) -> list[memoryview]:
+    def _gather_bytes(self, data: bytes) -> list[memoryview]:
         """The bytes of each rank, with one collective if all are short."""
         with self.collectives:
-            slots = self._slots(data[:_SLOT], len(data), _SLOT)
-            longest = max(length for length, _ in slots)
+            slots = self._slots(data, _SLOT)
+            longest = max(map(_length, slots))
             if longest > _SLOT:
-                slots = self._slots(data, len(data), longest)
-        return [piece[:length] for length, piece in slots]
+                slots = self._slots(data, longest)
+        return [_without_length(slot) for slot in slots]
 
-    def _slots(self, data: bytes, length: int, size: int) -> list[tuple[int, memoryview]]:
-        mine = torch.zeros(_HEAD + size, dtype=torch.uint8)
-        head = length.to_bytes(_HEAD, "little") + data
-        mine[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+    def _slots(self, data: bytes, size: int) -> list[Tensor]:
+        mine = _with_length(data, size)
         slots = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(slots, mine, group=self.control)
-        views = [slot.numpy().data for slot in slots]
-        return [(int.from_bytes(view[:_HEAD], "little"), view[_HEAD:]) for view in views]
+        return slots
+
+    def _broadcast_bytes(self, data: bytes) -> bytes:
+        """The bytes of the main process, with one collective if they are short."""
+        slot = _with_length(data, _SLOT)
+        dist.broadcast(slot, 0, group=self.control)
+        if _length(slot) > _SLOT:
+            slot = _with_length(data, _length(slot))
+            dist.broadcast(slot, 0, group=self.control)
+        return bytes(_without_length(slot))
+
+
+def _with_length(data: bytes, size: int) -> Tensor:
+    """A tensor of the length of `data` and its first `size` bytes, padded with zeros."""
+    slot = torch.zeros(_HEAD + size, dtype=torch.uint8)
+    content = bytearray(len(data).to_bytes(_HEAD, "little") + data[:size])
+    slot[: len(content)] = torch.frombuffer(content, dtype=torch.uint8)
+    return slot
+
+
+def _length(slot: Tensor) -> int:
+    """The length of the bytes in the result of `_with_length`, even if it does not have all of them."""
+    return int.from_bytes(slot[:_HEAD].numpy().tobytes(), "little")
+
+
+def _without_length(slot: Tensor) -> memoryview:
+    """The bytes in the result of `_with_length`."""
+    return slot.numpy().data[_HEAD : _HEAD + _length(slot)]
 
 
 class Pending:
@@ -315,12 +402,14 @@ class Pending:
     __slots__ = ("_collectives", "_tensor", "_work")
 
     def __init__(self, tensor: torch.Tensor, work: Any, collectives: CollectiveTracker) -> None:
-        self._tensor, self._work, self._collectives = tensor, work, collectives
+        self._tensor = tensor
+        self._work = work
+        self._collectives = collectives
 
     def wait(self) -> list[int]:
         """Wait for the result."""
         if self._work is not None:
-            self._collectives.depth += 1  # not `with`: it was counted when it started
+            self._collectives.depth += 1  # `with` would count it again: it was counted when it started.
             try:
                 self._work.wait()
             finally:
@@ -328,6 +417,41 @@ class Pending:
             self._work = None
         values: list[int] = self._tensor.tolist()
         return values
+
+
+class _Hops(Pending):
+    """A reduction in progress, of which each rank does its hops itself. The first one has started; `wait` does the others."""
+
+    __slots__ = ("_function", "_hops", "_posted", "_tag", "_world")
+
+    def __init__(self, world: World, value: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(value, None, world.collectives)
+        self._world = world
+        self._function = function
+        self._hops = hops(world.rank, world.size)
+        world.reductions += 1
+        self._tag = world.reductions % _TAGS  # two ranks may be in different hops of two reductions at the same time
+        self._posted = world.post(self._hops[0], value, self._tag) if self._hops else None
+
+    def wait(self) -> list[int]:
+        values: list[int] = self.result().tolist()
+        return values
+
+    def result(self) -> Tensor:
+        """Wait for the result."""
+        self._collectives.depth += 1
+        try:
+            for hop in self._hops:
+                received, works = self._posted or self._world.post(hop, self._tensor, self._tag)
+                self._posted = None
+                for work in works:
+                    work.wait()
+                if hop.receives:
+                    self._tensor = received if hop.final else self._function(self._tensor, received)
+        finally:
+            self._collectives.depth -= 1
+        self._hops = ()
+        return self._tensor
 
 
 class ThreadExchange:
@@ -348,7 +472,8 @@ class ThreadExchange:
 
     def __init__(self, name: str = "", channel: Channel | None = None, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
-        self._name, self._channel = name, channel
+        self._name = name
+        self._channel = channel
         self.completed = 0
 
     def exchange(self, value: Any, while_waiting: Callable[[], None] | None = None) -> list[Any]:
@@ -363,6 +488,15 @@ class ThreadExchange:
         if self._channel is None:
             return [value]
         return self._channel.exchange(f"{self._name}/{self.completed + 1}", value, while_waiting, self._complete)
+
+    def collect(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """`World.collect` for any thread. Every call counts as completed."""
+        if self._channel is None:
+            return answer([value])
+        try:
+            return self._channel.collect(f"{self._name}/{self.completed + 1}", value, answer)
+        finally:
+            self.completed += 1
 
     def _complete(self) -> None:
         self.completed += 1
@@ -380,7 +514,7 @@ class CollectiveTracker:
     Attributes:
         begun: the number of collectives that have begun.
         depth: the number of collectives that this process is in; one may be part of another.
-        checks: the number of completed comparisons of verbs; see `trainkit/accelerator/collective_checks.py`.
+        checks: the number of completed comparisons of verbs; see `trainkit/distributed/collective_checks.py`.
         location: the verb and the place of its call, if the stack frames do not show them.
     """
 
@@ -414,7 +548,8 @@ class CollectiveTracker:
         thread = threading.get_ident()
         # no calls between these lines, which a signal could interrupt
         if not self.depth:
-            self.location, self.thread = location, thread
+            self.location = location
+            self.thread = thread
         self.begun += 1
         self.depth += 1
         self._forward = (part, thread, frame)
@@ -470,10 +605,10 @@ def find_caller(frame: FrameType | None) -> tuple[str, FrameType | None]:
 
 def _runs(thread: int, frame: FrameType) -> bool:
     """Whether a frame is still on the stack of a thread."""
-    found = sys._current_frames().get(thread)
-    while found is not None and found is not frame:
-        found = found.f_back
-    return found is not None
+    current = sys._current_frames().get(thread)
+    while current is not None and current is not frame:
+        current = current.f_back
+    return current is not None
 
 
 def file_name_of(frame: FrameType) -> str:
@@ -635,7 +770,7 @@ class Ranks:
         if self.world.size == 1:
             return tensor
 
-        def reduced(one: Tensor) -> Any:
+        def reduce_tensor(one: Tensor) -> Any:
             return _OPERATIONS[name](self.all_gather(one.detach()))
 
-        return map_tensors(tensor, reduced)
+        return map_tensors(tensor, reduce_tensor)

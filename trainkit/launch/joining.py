@@ -1,4 +1,8 @@
-"""`join`: make this process one of the processes of a run, which the user, a launcher or this script has started."""
+"""`join`: make this process one of the processes of a run, which the user, a launcher or this script has started.
+
+It is the last of the modules that `trainkit.launch.environment` lists. `join` takes the user's process group, or the ranks that
+`read_ranks` finds; or it makes this process the launcher of those that it lacks (`starting.become_agent`) and does not return.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trainkit.console import counted, notice, set_printing
+from trainkit.console import notice, quantity, set_printing
 from trainkit.distributed.channel import Channel
 from trainkit.distributed.failure_handling import FailureReport, Watchdog, release_groups
 from trainkit.distributed.requested_devices import RequestedDevices
@@ -43,9 +47,7 @@ _HOW = {
     "torchrun": "torchrun --nproc-per-node {each} script.py",
     "deepspeed": "deepspeed --num_gpus {each} script.py",
     "SLURM": "srun --ntasks-per-node={each} python script.py",
-    "Open MPI": "mpirun -n {all} python script.py",
-    "MPI (Hydra)": "mpirun -n {all} python script.py",
-    "MVAPICH": "mpirun -n {all} python script.py",
+    **dict.fromkeys(("Open MPI", "MPI (Hydra)", "MVAPICH"), "mpirun -n {all} python script.py"),
     "notebook_launcher": "notebook_launcher(function, num_processes={each})",
     "LSF": "jsrun -n {all} python script.py",
 }
@@ -54,9 +56,7 @@ _CONNECT_TIMEOUT = timedelta(minutes=10)
 _LATE_S = 5.0  # seconds that torch's own message about a timeout may take
 
 _single_group: Any = None  # the process group of a process that is the only one
-
-# The store of the groups of this process, and the number of groups so far. The user may destroy a group; the next group must
-# not read what it has left in the store.
+# The store, and the number of groups so far: the next group must not read what a destroyed group has left in the store.
 _store: tuple[tuple[str, int, int, int], Any] | None = None
 _groups = 0
 
@@ -85,28 +85,20 @@ _joined: _Joined | None = None  # shared by all runs of the process
 _earlier: set[int | None] = set()  # `devices` of earlier runs of this process with one process
 
 
-def processes(wanted: RequestedDevices) -> int:
-    """The number of processes of a run on these devices, whether or not they have been started.
-
-    Raises:
-        ConfigurationError: The variables of a launcher, or its `--local_rank`, contradict each other.
-    """
+def processes(requested: RequestedDevices) -> int:
+    """The number of processes of a run on these devices, whether or not they have been started."""
     if default_group() is not None:
         return dist.get_world_size()
     place = _place()
-    return processes_per_node(wanted) * (wanted.nodes or 1) if place is None else place.size
+    return processes_per_node(requested) * (requested.nodes or 1) if place is None else place.size
 
 
-def nodes(wanted: RequestedDevices) -> int | None:
-    """The number of nodes of a run on these devices; `None`: unknown.
-
-    Raises:
-        ConfigurationError: As `processes`.
-    """
+def nodes(requested: RequestedDevices) -> int | None:
+    """The number of nodes of a run on these devices; `None`: unknown."""
     place = _place()
     if place is None:
-        return wanted.nodes or (1 if default_group() is None else None)
-    return place.nodes or (place.size // place.local_size if place.local_size else wanted.nodes)
+        return requested.nodes or (1 if default_group() is None else None)
+    return place.nodes or (place.size // place.local_size if place.local_size else requested.nodes)
 
 
 def note_single_process(devices: int | None) -> None:
@@ -153,11 +145,7 @@ def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timed
 
 
 def joined_world() -> World:
-    """The processes that a run has joined; a world of one process if there are no others.
-
-    Raises:
-        ConfigurationError: There are others, and no run has joined them yet.
-    """
+    """The processes that a run has joined, or a world of one process; an error if there are others, not joined yet."""
     if _joined is not None and _joined.group is default_group():
         return _joined.world
     place = _place()
@@ -181,9 +169,9 @@ def _place() -> RankInfo | None:
     return with_local_rank(read_ranks(os.environ), sys.argv[1:])
 
 
-def _start(wanted: RequestedDevices) -> None:
+def _start(requested: RequestedDevices) -> None:
     """Start the processes; does not return."""
-    each, nodes = processes_per_node(wanted), wanted.nodes or 1
+    each, nodes = processes_per_node(requested), requested.nodes or 1
     if nodes > 1:
         raise ConfigurationError(
             f"num_nodes={nodes}: a script can start processes on its own node only. Start it on each node: "
@@ -201,24 +189,20 @@ def _start(wanted: RequestedDevices) -> None:
             "that train together, call this before you create the Trainer: torch.distributed.init_process_group('gloo', "
             "rank=rank, world_size=N, init_method='tcp://127.0.0.1:29500')   ('nccl' for GPUs). Otherwise use devices=1."
         )
-    if wanted.accelerator == "cuda" or (wanted.accelerator == "auto" and torch.cuda.is_available()):
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if requested.accelerator == "cuda" or (requested.accelerator == "auto" and torch.cuda.is_available()):
+        gpus = _gpus()
         if each > gpus:
             raise ConfigurationError(
-                f"devices={each}, but torch sees {gpus} GPU{'' if gpus == 1 else 's'}. Use devices={max(1, gpus)}, or "
-                f"accelerator='cpu', devices={each}."
+                f"devices={each}, but torch sees {quantity(gpus, 'GPU')}. Use devices={max(1, gpus)}, or accelerator='cpu', "
+                f"devices={each}."
             )
-    start_command(each)  # its error comes before the message about earlier runs
+    start_command(each)  # The error of this call comes before the message about earlier runs.
     _mention_earlier_runs(each)
     become_agent(each)
 
 
 def _mention_earlier_runs(each: int) -> None:
-    """Mention that the processes run the script from its first line, if that repeats earlier runs.
-
-    Raises:
-        ConfigurationError: An earlier run cannot be repeated as one of several processes.
-    """
+    """Mention that the processes run the script from its first line, if that repeats earlier runs, or refuse it."""
     again = f"devices={each} needs {each} processes, and each of them runs this script from its first line"
     if 1 in _earlier:
         raise ConfigurationError(
@@ -233,12 +217,12 @@ def _mention_earlier_runs(each: int) -> None:
         )
 
 
-def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None, timeout: timedelta) -> _Joined:
+def _enter(requested: RequestedDevices, place: RankInfo | None, backend: str | None, timeout: timedelta) -> _Joined:
     if place is not None and place.size == 1:
         return _Joined(single_world(), None, ours=False)
     ours = place is not None
     if place is not None:
-        make_default_group(place, backend or _backend(wanted), timeout)
+        make_default_group(place, backend or _backend(requested), timeout)
     elif dist.get_world_size() == 1:
         return _Joined(World(launcher="your own process group"), default_group(), ours=False)
     control = dist.new_group(backend="gloo", timeout=timeout)
@@ -250,7 +234,7 @@ def _enter(wanted: RequestedDevices, place: RankInfo | None, backend: str | None
     reason = "of the process group that you initialized"
     if place is not None:
         reason = f"started by {place.launcher} ({place.reason})"
-    notice(f"{counted(world.size, 'process')}{nodes}, {reason}.")
+    notice(f"{quantity(world.size, 'process')}{nodes}, {reason}.")
     assert world.channel is not None
     return _Joined(world, default_group(), ours, FailureReport(world.channel))
 
@@ -263,8 +247,8 @@ def _write_whole_lines() -> None:
                 stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def _backend(wanted: RequestedDevices) -> str:
-    cuda = wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available() and dist.is_nccl_available()
+def _backend(requested: RequestedDevices) -> str:
+    cuda = requested.accelerator in ("auto", "cuda") and torch.cuda.is_available() and dist.is_nccl_available()
     return "cpu:gloo,cuda:nccl" if cuda else "gloo"
 
 
@@ -272,23 +256,21 @@ def _place_in_group() -> RankInfo:
     """The ranks of this process in the user's group; with its node, if a launcher has started it with the same rank."""
     rank, size = dist.get_rank(), dist.get_world_size()
     place = RankInfo(rank, size, None, None, None, None, os.environ.get("MASTER_ADDR", ""), 0, "your own process group", "")
-    try:
+    with suppress(ConfigurationError):  # the group works without these variables
         started = read_ranks(os.environ)
-    except ConfigurationError:  # the group works without these variables
-        started = None
-    if started is None or (started.rank, started.size) != (rank, size):
-        return place
-    return replace(started, launcher=place.launcher)
+        if started is not None and (started.rank, started.size) == (rank, size):
+            return replace(started, launcher=place.launcher)
+    return place
 
 
 def _world(place: RankInfo, control: Any) -> World:
     """The world. Facts about the nodes that no launcher has set are derived from the host names."""
     world = World(place.rank, place.size, control=control)
     channel = Channel.open(place.rank, place.size, place.master_addr or None, world.from_main)
-    facts = world.exchange([socket.gethostname(), restarts(os.environ)])
-    names = [name for name, _ in facts]
-    nodes = list(dict.fromkeys(names))
-    mine = names[place.rank]
+    unknown = None in (place.local_rank, place.local_size, place.node, place.nodes)
+    gather, starts = world.largest([unknown, restarts(os.environ)])
+    names = world.exchange(socket.gethostname()) if gather else [""] * place.size  # no rank needs them
+    nodes, mine = list(dict.fromkeys(names)), names[place.rank]
     return World(
         place.rank,
         place.size,
@@ -300,7 +282,7 @@ def _world(place: RankInfo, control: Any) -> World:
         control=control,
         channel=channel,
         watchdog=Watchdog(channel),
-        restarts=max(count for _, count in facts),
+        restarts=starts,
         memory=RestartStore.of(os.environ),
     )
 
@@ -329,49 +311,46 @@ def _destroy_groups(process: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- the devices
 
 
-def processes_per_node(wanted: RequestedDevices) -> int:
+def processes_per_node(requested: RequestedDevices) -> int:
     """Number of processes of a node if no launcher has started any: the requested number, else one for each GPU."""
-    if wanted.per_node is not None and wanted.per_node >= 0:
-        return wanted.per_node
-    if wanted.indices is not None:
-        return len(wanted.indices)
-    if wanted.as_started:
+    if requested.per_node is not None and requested.per_node >= 0:
+        return requested.per_node
+    if requested.indices is not None:
+        return len(requested.indices)
+    if requested.as_started or (requested.per_node is None and in_notebook()):
         return 1
-    gpus = torch.cuda.device_count() if wanted.accelerator in ("auto", "cuda") and torch.cuda.is_available() else 0
-    if wanted.per_node is None and in_notebook():
-        return 1
-    return max(1, gpus)
+    return max(1, _gpus() if requested.accelerator in ("auto", "cuda") else 0)
 
 
-def check_devices(wanted: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
-    """Check that `devices` and `num_nodes` do not contradict the processes that were started.
+def _gpus() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_devices(requested: RequestedDevices, size: int, local_size: int | None, nodes: int | None, launcher: str) -> None:
+    """Refuse `devices` and `num_nodes` that contradict the processes that were started; numbers that are unknown are `None`.
 
     Raises:
         ConfigurationError: They contradict each other; the message has the command for the requested number of processes.
     """
-    each = None if wanted.per_node == -1 else wanted.per_node
-    machines = wanted.nodes
-    if not _contradict(each, machines, size, local_size, nodes):
+    each = None if requested.per_node == -1 else requested.per_node
+    machines = requested.nodes
+    if _fits(each, machines, size, local_size, nodes):
         return
-    asked = ", ".join(f"{name}={n}" for name, n in (("devices", each), ("num_nodes", machines)) if n is not None)
-    there = counted(size, "process") + (f" on {counted(nodes, 'node')}" if nodes else "")
+    flags = ", ".join(f"{name}={n}" for name, n in (("devices", each), ("num_nodes", machines)) if n is not None)
+    there = quantity(size, "process") + (f" on {quantity(nodes, 'node')}" if nodes else "")
     how = _HOW.get(launcher, "trainkit launch --nproc-per-node {each} script.py")
     number = each or max(1, size // (nodes or 1))
     raise ConfigurationError(
-        f"{asked} contradicts the processes that were started: {there}, by {launcher}. Remove {asked}, or start the requested "
+        f"{flags} contradicts the processes that were started: {there}, by {launcher}. Remove {flags}, or start the requested "
         f"number of processes: {how.format(each=number, all=number * (machines or nodes or 1))}"
     )
 
 
-def _contradict(each: int | None, machines: int | None, size: int, local_size: int | None, nodes: int | None) -> bool:
-    """Whether `devices=each` and `num_nodes=machines` contradict the processes; numbers that are unknown are `None`."""
-    if machines is not None and nodes is not None and machines != nodes:
-        return True
-    if each is None:
-        return False
-    if any(number is not None and each * number != size for number in (nodes, machines)):
-        return True
-    return nodes is None and local_size is not None and each != local_size
+def _fits(each: int | None, machines: int | None, size: int, local_size: int | None, nodes: int | None) -> bool:
+    known = machines if nodes is None else nodes
+    total = None if each is None or known is None else each * known
+    pairs = (machines, nodes), (total, size), (each if nodes is None else None, local_size)
+    return all(None in (requested, there) or requested == there for requested, there in pairs)
 
 
 def device_of(wanted: RequestedDevices, world: World) -> torch.device:
@@ -393,56 +372,47 @@ def device_of(wanted: RequestedDevices, world: World) -> torch.device:
             )
         return torch.device("mps" if wanted.accelerator == "mps" else "cpu")
     index, problem = _gpu(wanted, world)
-    ranks = world.exchange({"problem": problem, "gpu": None if problem else _identity(index)})
-    for rank, found in enumerate(ranks):
-        if found["problem"]:
-            raise ConfigurationError(f"rank {rank}: {found['problem']}")
-    _refuse_shared_gpus([found["gpu"] for found in ranks])
+    # A GPU without a unique id has "".
+    gpu = "" if problem else str(getattr(torch.cuda.get_device_properties(index), "uuid", ""))
+    ranks = world.exchange({"problem": problem, "gpu": gpu})
+    for rank, report in enumerate(ranks):
+        if report["problem"]:
+            raise ConfigurationError(f"rank {rank}: {report['problem']}")
+    known: dict[str, int] = {}
+    for rank, identity in enumerate(report["gpu"] for report in ranks):
+        if identity and known.setdefault(identity, rank) != rank:
+            raise ConfigurationError(
+                f"ranks {known[identity]} and {rank} have the same GPU, but each process needs its own. Start one process per "
+                "GPU, and let the batch system show each process all GPUs of the node, or only its own."
+            )
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
-def _gpu(wanted: RequestedDevices, world: World) -> tuple[int, str | None]:
+def _gpu(requested: RequestedDevices, world: World) -> tuple[int, str | None]:
     """The index of this process's GPU, and what is wrong with it."""
     if not torch.cuda.is_available():
         return 0, "torch sees no GPU. Use accelerator='cpu', or install a CUDA build of torch."
     count = torch.cuda.device_count()
-    if wanted.indices is not None:
-        if world.local_rank >= len(wanted.indices):
+    if requested.indices is not None:
+        if world.local_rank >= len(requested.indices):
             return 0, (
-                f"devices={list(wanted.indices)} names {counted(len(wanted.indices), 'GPU')}, but this node has "
+                f"devices={list(requested.indices)} names {quantity(len(requested.indices), 'GPU')}, but this node has "
                 f"{world.local_size} processes. Name one GPU for each process."
             )
-        index = wanted.indices[world.local_rank]
+        index = requested.indices[world.local_rank]
         if index >= count:
-            seen = f"torch sees {counted(count, 'GPU')}, numbered from 0"
-            return 0, f"devices={list(wanted.indices)}: GPU {index} does not exist: {seen}. Use smaller numbers."
+            seen = f"torch sees {quantity(count, 'GPU')}, numbered from 0"
+            return 0, f"devices={list(requested.indices)}: GPU {index} does not exist: {seen}. Use smaller numbers."
         return index, None
     if count == 1:  # a batch system may show each process its own GPU; `device_of` finds shared ones
         return 0, None
     if world.local_rank >= count:
         return 0, (
-            f"this node has {world.local_size} processes, but torch sees {counted(count, 'GPU')}. Start one process for each "
+            f"this node has {world.local_size} processes, but torch sees {quantity(count, 'GPU')}. Start one process for each "
             f"GPU: --nproc-per-node {count}, or use accelerator='cpu'."
         )
     return world.local_rank, None
-
-
-def _identity(index: int) -> str:
-    """A unique id of a GPU; "" if it has none."""
-    properties: Any = torch.cuda.get_device_properties(index)
-    return str(getattr(properties, "uuid", ""))
-
-
-def _refuse_shared_gpus(gpus: list[str]) -> None:
-    known: dict[str, int] = {}
-    for rank, gpu in enumerate(gpus):
-        if gpu and gpu in known:
-            raise ConfigurationError(
-                f"ranks {known[gpu]} and {rank} have the same GPU, but each process needs its own. Start one process per GPU, "
-                "and let the batch system show each process all GPUs of the node, or only its own."
-            )
-        known[gpu] = rank
 
 
 # ----------------------------------------------------------------------------------------------------- torch's process group
@@ -456,9 +426,9 @@ def default_group() -> Any:
 
 @contextmanager
 def single_process_group(backend: str) -> Iterator[None]:
-    """Create a process group for a single process, for a library that needs one. Runs ignore it."""
+    """A process group of this process alone, for a library that needs one. Runs ignore it."""
     global _single_group
-    from torch.distributed import HashStore  # not in every build of torch
+    from torch.distributed import HashStore  # Not every build of torch has it.
 
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     _single_group = dist.group.WORLD
@@ -471,12 +441,8 @@ def single_process_group(backend: str) -> Iterator[None]:
 
 
 def make_default_group(place: RankInfo, backend: str, timeout: timedelta) -> None:
-    """Create the default process group with the other processes.
-
-    Raises:
-        ConfigurationError: the processes cannot connect to each other.
-    """
-    from torch.distributed import PrefixStore, Store  # not in every build of torch
+    """Create the default process group with the other processes."""
+    from torch.distributed import PrefixStore, Store  # Not every build of torch has it.
 
     global _store, _groups
     where = (place.master_addr, place.master_port, place.rank, place.size)
@@ -497,24 +463,19 @@ def _launcher_hosts_store() -> bool:
 
 def _connect(place: RankInfo, timeout: timedelta) -> Any:
     """The store of the processes, after all of them have connected to it."""
-    from torch.distributed import TCPStore  # not in every build of torch
+    from torch.distributed import TCPStore  # Not every build of torch has it.
 
     hosted = _launcher_hosts_store()
     server = place.rank == 0 and not hosted
-
-    def connect() -> TCPStore:
-        return TCPStore(
-            place.master_addr,
-            place.master_port,
-            world_size=place.size,
-            is_master=server,
-            timeout=timeout,
-            multi_tenant=not hosted,
-            use_libuv=os.name != "nt",
-        )
-
+    options: dict[str, Any] = {
+        "is_master": server,
+        "timeout": timeout,
+        "multi_tenant": not hosted,
+        "use_libuv": os.name != "nt",
+    }
+    at = (place.master_addr, place.master_port, place.size)
     try:
-        return connect_in_time(connect, place.master_port, timeout.total_seconds() + _LATE_S)
+        return connect_in_time(lambda: TCPStore(*at, **options), at[1], timeout.total_seconds() + _LATE_S)
     except (RuntimeError, ValueError, TimeoutError) as error:
         where = f"{place.master_addr}:{place.master_port}"
         if server and "address already in use" in str(error).lower():

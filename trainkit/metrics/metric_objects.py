@@ -41,7 +41,7 @@ __all__ = [
     "updates_of",
 ]
 
-_COUNTERS = ("_num_vals_seen", "max_val", "min_val")  # what torchmetrics' wrappers keep in addition to their declared states
+_COUNTERS = ("_num_vals_seen", "max_val", "min_val")  # torchmetrics' wrappers keep these in addition to their declared states.
 _REDUCTIONS = {f"dim_zero_{name}": name for name in ("cat", "max", "mean", "min", "sum")}
 _ELEMENTWISE: dict[str, Any] = {"max": torch.maximum, "min": torch.minimum, "sum": torch.add}
 _MISSING = object()
@@ -136,7 +136,7 @@ def set_state(metric: Any, state: Mapping[str, Any]) -> None:
 def on_device(value: Any, metric: Any) -> Any:
     """A copy of a state on the object's device, since metrics change their states in place."""
     if isinstance(value, list):
-        keep = bool(getattr(metric, "compute_on_cpu", False))  # its lists stay on the CPU
+        keep = bool(getattr(metric, "compute_on_cpu", False))  # Lists of such a metric stay on the CPU.
         return [one.clone() if keep and isinstance(one, Tensor) else on_device(one, metric) for one in value]
     return value.to(metric.device, copy=True) if isinstance(value, Tensor) else value
 
@@ -254,8 +254,8 @@ def join_object(name: str, metric: Any, state: Mapping[str, Any]) -> None:
 def compact(tensor: Tensor) -> Tensor:
     """A copy of a tensor on the CPU without its graph; a view is copied without the rest of its memory."""
     tensor = tensor.detach().cpu()
-    own = tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
+    owns_memory = tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if owns_memory else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _parts(metric: Any) -> dict[str, Any]:
@@ -281,7 +281,7 @@ class LoaderStates:
     """The states of objects from the evaluation loaders that have ended: the next loader begins with empty objects."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # by id of the object
+        self._kept: dict[int, tuple[Any, list[dict[str, Any]]]] = {}  # Id of an object → the object and its states.
 
     def set_aside(self, objects: Sequence[Any]) -> None:
         """Keep the states of the objects and of those inside them, and reset them."""
@@ -304,12 +304,12 @@ class LoaderStates:
 
 def states_of(metric: Any) -> dict[str, dict[str, Any]]:
     """The states of an object on this rank, to be sent to other ranks; parts without an update are skipped."""
-    found: dict[str, dict[str, Any]] = {}
+    by_path: dict[str, dict[str, Any]] = {}
     for path, part in _parts(metric).items():
         if updates_of(part):
             states = {name: map_tensors(getattr(part, name), compact) for name in part._defaults}
-            found[path] = {"updates": updates_of(part), "states": states}
-    return found
+            by_path[path] = {"updates": updates_of(part), "states": states}
+    return by_path
 
 
 def compute_over_ranks(name: str, metric: Any, gathered: Sequence[Mapping[str, Any]]) -> Any:
@@ -326,9 +326,9 @@ def compute_over_ranks(name: str, metric: Any, gathered: Sequence[Mapping[str, A
     parts = _parts(metric)
     with _restoring(list(parts.values())):
         for path, part in parts.items():
-            found = [states[path] for states in gathered if path in states]
+            rank_states = [states[path] for states in gathered if path in states]
             try:
-                _set_states(part, [one["states"] for one in found], [one["updates"] for one in found])
+                _set_states(part, [one["states"] for one in rank_states], [one["updates"] for one in rank_states])
             except (ValueError, RuntimeError, TypeError, KeyError) as error:
                 raise MetricError(
                     f"log({name!r}): the states of this {type(part).__name__} on different processes cannot be combined: "
@@ -339,7 +339,8 @@ def compute_over_ranks(name: str, metric: Any, gathered: Sequence[Mapping[str, A
 
 def _set_states(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequence[int]) -> None:
     """Set the states of an object to the combined states of several."""
-    part._to_sync, part._computed = False, None
+    part._to_sync = False
+    part._computed = None
     if not states:
         return
     interleave, names = can_interleave(states, updates), reduction_names(part)
@@ -348,7 +349,7 @@ def _set_states(part: Any, states: Sequence[Mapping[str, Any]], updates: Sequenc
         how = names[name]
         if len(values) == 1:
             value = values[0]
-        elif how == "other" or (how == "none" and isinstance(values[0], Tensor)):  # as in torchmetrics
+        elif how == "other" or (how == "none" and isinstance(values[0], Tensor)):  # torchmetrics does the same.
             value = torch.stack(values) if isinstance(values[0], Tensor) else merge_values("cat", values, updates, interleave)
             value = value if how == "none" else part._reductions[name](value)
         else:

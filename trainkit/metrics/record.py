@@ -192,7 +192,7 @@ class Record(MetricInfo):
             return
         values = stack(self.values)
         if self.reduce_fx == "mean":
-            part, self.weight = _weighted_sum(values, self.weights), self.weight + sum(self.weights)
+            part, self.weight = _sum_weighted(values, self.weights), self.weight + sum(self.weights)
         else:
             part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
         if self.total is not None:
@@ -214,7 +214,9 @@ class Record(MetricInfo):
             self.earlier.append((self.step_value, self.step_weight or 0.0))
             if len(self.earlier) >= _CHUNK and self.how != "function":
                 self._fold_step()
-        self.step_value, self.step_weight, self.fresh = value, weight, True
+        self.step_value = value
+        self.step_weight = weight
+        self.fresh = True
 
     @property
     def step_values(self) -> list[Any]:
@@ -241,7 +243,7 @@ class Record(MetricInfo):
         """Reduce the earlier values to one."""
         values, weights = stack([value for value, _ in self.earlier]), [weight for _, weight in self.earlier]
         if self.how in ("mean", "object"):
-            value = _weighted_sum(values, weights) / sum(weights)
+            value = _sum_weighted(values, weights) / sum(weights)
         else:
             value = values.sum() if self.how == "sum" else values.amin() if self.how == "min" else values.amax()
         self.earlier = [(value, sum(weights))]
@@ -255,7 +257,7 @@ class Record(MetricInfo):
             )
         if not self.on_step:
             return None
-        latest = getattr(metric, "_forward_cache", None)  # its value of the last batch, if it was computed
+        latest = getattr(metric, "_forward_cache", None)  # The value of the last batch, if it was computed.
         if latest is not None:
             return one_element(self.name, latest)
         if not self.on_epoch:
@@ -268,12 +270,18 @@ class Record(MetricInfo):
 
     def agree(self, value: Any, stamp: int) -> None:
         """Set the value of the step on which all ranks have agreed."""
-        self.step_value, self.step_weight, self.stamp = value, None, stamp
+        self.step_value = value
+        self.step_weight = None
+        self.stamp = stamp
         self.earlier.clear()
 
     def wait(self) -> None:
         """After the epoch: keep only the value of the step, which waits for the next log boundary."""
-        self.values, self.weights, self.total, self.weight, self.stamps = [], [], None, 0.0, None
+        self.values = []
+        self.weights = []
+        self.total = None
+        self.weight = 0.0
+        self.stamps = None
         self.torchmetric = self.pending_state = None
 
     def epoch_value(self) -> Tensor | None:
@@ -285,8 +293,8 @@ class Record(MetricInfo):
         if not self.on_epoch:
             return None
         if self.torchmetric is not None:
-            found: Tensor | None = self.of_loader
-            return one_element(self.full_name, self.torchmetric.compute()) if found is None else found
+            of_loader: Tensor | None = self.of_loader
+            return one_element(self.full_name, self.torchmetric.compute()) if of_loader is None else of_loader
         if not isinstance(self.reduce_fx, str):
             return one_element(self.full_name, self.reduce_fx(stack(self.values))) if self.values else None
         self.fold()
@@ -297,7 +305,7 @@ class Record(MetricInfo):
         return self.total / self.weight if self.weight > 0 else torch.full_like(self.total, torch.nan)
 
 
-def _weighted_sum(values: Tensor, weights: Sequence[float]) -> Tensor:
+def _sum_weighted(values: Tensor, weights: Sequence[float]) -> Tensor:
     factors = torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
     weighted = values * factors
     if 0.0 in weights:  # the mean over nothing is NaN, and does not count
@@ -358,7 +366,7 @@ def capture(metric: Record, path: str | None, *, shared: Record | None = None, u
         "is_object": False,
         "so_far": _value_so_far(metric),
     }
-    if metric.pending_state is not None:  # not logged again since it was restored
+    if metric.pending_state is not None:  # It was not logged again since it was restored.
         entry.update(metric.pending_state, object=None if metric.pending_state["shared"] else metric.pending_state["object"])
     elif metric.torchmetric is not None:
         state = object_state(metric.torchmetric) if path is None and shared is None else None
@@ -469,7 +477,8 @@ def adopt(
         for saved in {id(saved): saved for saved in states}.values():
             join_object(metric.name, value, saved)
     metric.pending_state = None
-    metric.signature, metric.reduce_fx = signature, reduction
+    metric.signature = signature
+    metric.reduce_fx = reduction
     metric.prog_bar, metric.logger = bool(signature[0]), signature[1] is not False
     return True
 

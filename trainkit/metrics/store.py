@@ -23,8 +23,8 @@ from trainkit.metrics.metric_objects import LoaderStates, capture_objects, metri
 from trainkit.metrics.record import MetricInfo, Record, Scope, adopt, cadence, capture, fill, restore_value, store_value
 from trainkit.metrics.sync import (
     FINGERPRINTS,
-    Ended,
     Key,
+    MetricValues,
     agree_on_steps,
     check,
     describe,
@@ -89,7 +89,7 @@ class MetricResults:
 
 def as_tensors(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """The values as tensors: numbers as float64 tensors on the CPU, tensors on their device."""
-    with torch.inference_mode(False):  # so that a copy of an inference tensor is an ordinary tensor
+    with torch.inference_mode(False):  # The copy of an inference tensor is then an ordinary tensor.
         tensors = {n: v if isinstance(v, Tensor) else torch.tensor(v, dtype=torch.float64) for n, v in values.items()}
         return {name: v.clone() if v.is_inference() else v for name, v in tensors.items()}
 
@@ -116,7 +116,7 @@ class MetricStore:
         scope: where in the run the loop is.
         batch: the current batch, for the number of its samples.
         suffix: the suffix of the evaluation loader, if there are several.
-        stamp: a number that the loop sets for each batch of this rank, stored with each value, see `logged_at`. It
+        stamp: a number that the loop sets for each batch of this rank, stored with each value, see `last_stamp`. It
             increases during an epoch and is the same on all ranks for the batches of a row; negative before the first batch.
         window: the stamp of the first micro-batch of the accumulation window, whose values are reduced to that of the step;
             -1 if each micro-batch is a step.
@@ -143,15 +143,18 @@ class MetricStore:
         self.results = results
         self._world = world
         self._distributed = self._weighs = world.size > 1
-        self._metrics: dict[tuple[str, str], Record] = {}  # of this epoch
-        self._waiting: dict[tuple[str, str], Record] = {}  # of an earlier one: step values that wait for a log boundary
+        self._metrics: dict[tuple[str, str], Record] = {}  # The metrics of this epoch.
+        self._waiting: dict[tuple[str, str], Record] = {}  # Step values of an earlier epoch that wait for a log boundary.
         self._skipped: dict[int, Any] = {}  # objects that only the main process logs, if this is another rank
         self.scope = Scope.NOWHERE
         self.batch: Any = None
         self._size: tuple[Any, float] = (None, 0)
         self.missing_stamps: list[tuple[int, int]] = []
         self.loaders: dict[str, list[int]] = {}
-        self.suffix, self.stamp, self.window, self.schema = "", -1, -1, 0
+        self.suffix = ""
+        self.stamp = -1
+        self.window = -1
+        self.schema = 0
         self.outer: MetricStore | None = None
         self._loader_states = LoaderStates()
         self._unmerged: list[Any] = []  # objects without the states of all loaders
@@ -170,8 +173,8 @@ class MetricStore:
     def record_deferred(self) -> None:
         """Record what compiled code has logged, in the order of the calls."""
         deferred, self._deferred = self._deferred, []
-        for given in deferred:
-            self._log(*given)
+        for arguments in deferred:
+            self._log(*arguments)
 
     def _log(
         self,
@@ -205,7 +208,9 @@ class MetricStore:
         weight = self._weight(name, batch_size) if metric.on_epoch or self._weighs else 0.0
         if metric.on_step:
             if self.window < 0:
-                metric.step_value, metric.step_weight, metric.fresh = value, weight, True
+                metric.step_value = value
+                metric.step_weight = weight
+                metric.fresh = True
             else:
                 metric.add_step(value, weight, self.window, again=metric.stamp == self.stamp)
         metric.stamp = self.stamp
@@ -297,7 +302,12 @@ class MetricStore:
     @property
     def pending(self) -> bool:
         """Whether a value of a step waits for a log boundary on this rank."""
-        return bool(self._waiting) or any(metric.fresh for metric in self._metrics.values())
+        if self._waiting:
+            return True
+        for metric in self._metrics.values():  # noqa: SIM110 - faster than any() of a generator, after each batch
+            if metric.fresh:
+                return True
+        return False
 
     def _pop_fresh(self) -> dict[tuple[str, str], Record]:
         """The metrics with values of the step that were not published yet; they count as published now."""
@@ -318,13 +328,13 @@ class MetricStore:
         waiting, self._waiting = self._waiting, {}
         if self._distributed:
             seen: dict[str, Any] = {}
-            ended = end_step(self._world, self._metrics, waiting, self.stamp, seen)
+            metric_values = end_step(self._world, self._metrics, waiting, self.stamp, seen)
             self.results.add(seen)
         else:
             fresh = [*({**waiting, **self._pop_fresh()}.values())]
-            ended = [*zip(fresh, read([m.value_of_step() for m in fresh]), strict=True)]
-        self._publish(ended, for_step=True)
-        return bool(ended)
+            metric_values = [*zip(fresh, read([m.value_of_step() for m in fresh]), strict=True)]
+        self._publish(metric_values, for_step=True)
+        return bool(metric_values)
 
     def flush_row(self, world: World, had_batch: bool, count: int) -> None:
         """After a row of an evaluation in which a rank has logged by step: pass the values of each batch to the loggers.
@@ -334,8 +344,8 @@ class MetricStore:
             had_batch: whether this rank had a batch in the row.
             count: number of batches of the stage so far, with those of this row; the step of the values of the last batch.
         """
-        for step, ended in end_row(world, self._pop_fresh().values(), had_batch, count):
-            self._publish(ended, for_step=True, step=step)
+        for step, metric_values in end_row(world, self._pop_fresh().values(), had_batch, count):
+            self._publish(metric_values, for_step=True, step=step)
 
     def flush_epoch(self) -> dict[str, float]:
         """At the end of an epoch: reduce, pass to the progress bar and the loggers, and reset. Returns the values by name.
@@ -344,15 +354,15 @@ class MetricStore:
             MetricError: a rank with batches did not log the same metrics, or logged them with different options; or the result
                 of a function or an object is not a number.
         """
-        ended, waiting = self._reduce_epoch()
+        metric_values, waiting = self._reduce_epoch()
         self._forget()
         # a metric that is logged rarely waits for a log boundary of the next epoch
         self._waiting |= waiting
         for metric in waiting.values():
             metric.wait()
-        self.loaders = {metric.epoch_name: metric.loaders for metric, _ in ended}
-        self._publish(ended, for_step=False)
-        return {metric.epoch_name: number for metric, number in ended}
+        self.loaders = {metric.epoch_name: metric.loaders for metric, _ in metric_values}
+        self._publish(metric_values, for_step=False)
+        return {metric.epoch_name: number for metric, number in metric_values}
 
     def preview_epoch(self) -> None:
         """Before the hooks at the end of an epoch: let monitors see its values so far. The hooks may log more.
@@ -389,13 +399,14 @@ class MetricStore:
         Raises:
             MetricError: the states of an object that was logged without a suffix, too, cannot be merged.
         """
-        self.suffix, self.batch = "", None
+        self.suffix = ""
+        self.batch = None
         self._unmerged = self._loader_states.put_back()
         for metric in self._metrics.values():
             if not metric.suffix:
                 self._refuse_unmerged(metric)
 
-    def _reduce_epoch(self, *, ends: bool = True) -> tuple[Ended, dict[Key, Record]]:
+    def _reduce_epoch(self, *, ends: bool = True) -> tuple[MetricValues, dict[Key, Record]]:
         """The values of the epoch, also for monitors, and the metrics whose step value waits; `ends`: see `end_epoch`."""
         seen: dict[str, Any] = {}
         evaluation = self.scope in _EVALUATION
@@ -406,7 +417,7 @@ class MetricStore:
         self.results.add(seen, evaluation=evaluation)
         return reduced
 
-    def _end_epoch(self, seen: dict[str, Any]) -> tuple[Ended, dict[Key, Record]]:
+    def _end_epoch(self, seen: dict[str, Any]) -> tuple[MetricValues, dict[Key, Record]]:
         if self.scope not in _EVALUATION:
             seen.update(self.step_values())
         values: list[tuple[MetricInfo, Any]] = []
@@ -423,11 +434,15 @@ class MetricStore:
         """The epoch has ended: all its values are computed."""
         objects = [metric.torchmetric for metric in self._metrics.values() if metric.torchmetric is not None]
         reset([*objects, *self._skipped.values()])
-        self._metrics, self._size, self.schema, self.previewed, self._skipped = {}, (None, 0), 0, False, {}
+        self._metrics = {}
+        self._size = (None, 0)
+        self.schema = 0
+        self.previewed = False
+        self._skipped = {}
 
-    def _publish(self, ended: Ended, *, for_step: bool, step: int | None = None) -> None:
+    def _publish(self, metric_values: MetricValues, *, for_step: bool, step: int | None = None) -> None:
         to_loggers: dict[str, float] = {}
-        for metric, number in ended:
+        for metric, number in metric_values:
             name = metric.step_name if for_step else metric.epoch_name
             if metric.prog_bar:
                 self.results.progress_bar[name] = number
@@ -449,7 +464,7 @@ class MetricStore:
         """The step values for the progress bar that wait for a log boundary: those of this rank, not read yet."""
         return {m.step_name: m.value_of_step() for m in {**self._waiting, **self._metrics}.values() if m.prog_bar and m.fresh}
 
-    def agreed_step_values(self) -> dict[str, Any]:
+    def agree_on_step_values(self) -> dict[str, Any]:
         """`step_values`, the same on all ranks, for decisions that depend on them.
 
         Until a metric is logged again, `step_values` returns these values, too.
@@ -472,15 +487,15 @@ class MetricStore:
         gathered = world.exchange([self.stamp, reports])
         check(groups(metrics for _, metrics in gathered), [stamp for stamp, _ in gathered])
 
-    def logged_at(self, name: str) -> int | None:
+    def last_stamp(self, name: str) -> int | None:
         """The stamp of a value in `step_values`; `None` if it does not have the name."""
-        found = (m.stamp for m in self._metrics.values() if m.step_value is not None and name in (m.full_name, m.step_name))
-        return next(found, None)
+        stamps = (m.stamp for m in self._metrics.values() if m.step_value is not None and name in (m.full_name, m.step_name))
+        return next(stamps, None)
 
-    def logged_since(self, stamp: int) -> list[str]:
+    def list_logged_since(self, stamp: int) -> list[str]:
         """The names in `step_values` that were logged at `stamp` or later."""
-        found = [metric for metric in self._metrics.values() if metric.step_value is not None and metric.stamp >= stamp]
-        return [name for metric in found for name in (metric.full_name, metric.step_name)]
+        recent = [metric for metric in self._metrics.values() if metric.step_value is not None and metric.stamp >= stamp]
+        return [name for metric in recent for name in (metric.full_name, metric.step_name)]
 
     def state_dict(self, module: nn.Module | None = None, before: Mapping[str, int] | None = None) -> dict[str, Any]:
         """The metrics of the epoch so far: numbers, tensors, lists and dicts; tensors are not copied.
@@ -493,7 +508,7 @@ class MetricStore:
         # also those without updates, as a composition whose parts are updated
         paths = {} if module is None else {id(part): path for path, part in metric_objects(module).items()}
         metrics = [capture(metric, None, updated=False) for metric in self._waiting.values()]
-        first: dict[int, Record] = {}  # by id of its object
+        first: dict[int, Record] = {}  # Id of an object → its first record.
         for metric in self._metrics.values():
             value = metric.torchmetric
             shared = None if value is None else first.setdefault(id(value), metric)
@@ -532,8 +547,14 @@ class MetricStore:
 
     def discard(self) -> None:
         """Discard what was logged in this epoch (after the sanity check, or when an epoch is aborted)."""
-        self._metrics, self._waiting, self.stamp, self.missing_stamps, self.schema, self.previewed = {}, {}, -1, [], 0, False
-        self._loader_states, self._unmerged = LoaderStates(), []
+        self._metrics = {}
+        self._waiting = {}
+        self.stamp = -1
+        self.missing_stamps = []
+        self.schema = 0
+        self.previewed = False
+        self._loader_states = LoaderStates()
+        self._unmerged = []
 
 
 def _other_options(name: str, resumed: bool) -> MetricError:

@@ -119,7 +119,7 @@ def stack(values: list[Any]) -> Tensor:
         return stack([next(fetched).item() if isinstance(value, Tensor) else value for value in values])
     device = torch.device("cpu") if first.device.type == "mps" else first.device
     if len(tensors) == len(values) and all(t.dtype is first.dtype and t.device == first.device for t in tensors):
-        return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # one kernel instead of one per value
+        return torch.stack([t.reshape(()) for t in tensors]).to(device).double()  # This is one kernel instead of one per value.
     return torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device).reshape(()) for value in values])
 
 
