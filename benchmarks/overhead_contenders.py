@@ -81,7 +81,12 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def module_of(base: Any, model: nn.Module, log: bool) -> Any:
+def schedule_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
+    """A schedule that changes the learning rate in each step; `lr_scheduler` patches `step` of the optimizer."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1.0 + 1e-4 * step))
+
+
+def module_of(base: Any, model: nn.Module, log: bool, scheduled: bool = False) -> Any:
     """The module of trainkit and of Lightning, which differ only in their base class."""
 
     class Module(base):  # type: ignore[misc]
@@ -96,8 +101,11 @@ def module_of(base: Any, model: nn.Module, log: bool) -> Any:
                 self.log("train_loss", loss, prog_bar=True)
             return loss
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return adamw(self)
+        def configure_optimizers(self) -> Any:
+            optimizer = adamw(self)
+            if not scheduled:
+                return optimizer
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule_of(optimizer), "interval": "step"}}
 
     return Module()
 
@@ -105,13 +113,16 @@ def module_of(base: Any, model: nn.Module, log: bool) -> Any:
 # ------------------------------------------------------------------------------------------------ the loop by hand
 
 
-def raw(model: nn.Module, batches: Batches) -> None:
+def raw(model: nn.Module, batches: Batches, *, scheduled: bool = False) -> None:
     optimizer = adamw(model)
+    schedule = schedule_of(optimizer) if scheduled else None
     for x, y in batches:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
 
 
 def seeding(model: nn.Module, batches: Batches) -> None:
@@ -131,8 +142,8 @@ def seeding(model: nn.Module, batches: Batches) -> None:
 # ------------------------------------------------------------------------------------------------ trainkit
 
 
-def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = False) -> None:
-    """A bare Trainer; with idle callbacks; or (`full`) with progress bar, CSV logger and the loss logged at every step."""
+def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = False, scheduled: bool = False) -> None:
+    """A bare Trainer; with idle callbacks, a schedule; or (`full`) with bar, CSV logger and the loss logged at every step."""
     from trainkit import Callback, Trainer, TrainModule
     from trainkit.loggers import CSVLogger
 
@@ -146,20 +157,23 @@ def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = F
         enable_progress_bar=full,
         enable_model_summary=False,
         enable_checkpointing=False,
-    ).fit(module_of(TrainModule, model, full), batches)
+    ).fit(module_of(TrainModule, model, full, scheduled), batches)
 
 
-def own_loop(model: nn.Module, batches: Batches) -> None:
+def own_loop(model: nn.Module, batches: Batches, *, scheduled: bool = False) -> None:
     """Your own training loop with the Accelerator, as in the README."""
     from trainkit import Accelerator
 
-    accelerator = Accelerator()
-    model, optimizer, loader = accelerator.prepare(model, adamw(model), batches)
+    accelerator, optimizer = Accelerator(), adamw(model)
+    schedule = schedule_of(optimizer) if scheduled else None
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, batches, schedule)
     for x, y in loader:
         with accelerator.accumulate(model):
             loss = F.cross_entropy(model(x), y)
             accelerator.backward(loss)
             optimizer.step()
+            if schedule is not None:
+                schedule.step()
             optimizer.zero_grad()
 
 
@@ -239,12 +253,16 @@ def transformers(model: nn.Module, batches: Batches) -> None:
 
 CONTENDERS: dict[str, Callable[[nn.Module, Batches], None]] = {
     "raw": raw,
+    "raw_scheduled": lambda model, batches: raw(model, batches, scheduled=True),
     "seeding": seeding,
     "trainer": trainer,
     "idle_10": lambda model, batches: trainer(model, batches, idle=10),
     "idle_100": lambda model, batches: trainer(model, batches, idle=100),
     "full": lambda model, batches: trainer(model, batches, idle=10, full=True),
     "own_loop": own_loop,
+    "trainer_scheduled": lambda model, batches: trainer(model, batches, scheduled=True),
+    "full_scheduled": lambda model, batches: trainer(model, batches, idle=10, full=True, scheduled=True),
+    "own_loop_scheduled": lambda model, batches: own_loop(model, batches, scheduled=True),
     "ignite": ignite,
     "accelerate": accelerate,
     "lightning": lightning,

@@ -22,7 +22,7 @@ import trainkit
 from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
-from trainkit.module.hook_names import HOOKS
+from trainkit.module.hook_table import HOOKS
 from trainkit.names import advice_by_place
 
 ADVICE = advice_by_place()
@@ -53,6 +53,15 @@ class Spying(TinyModule):
         return SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"gradient_clip_val": 1.0}])
+def test_frames_from_fit_to_an_optimizers_step_under_autocast(arguments: dict[str, Any]) -> None:
+    module = Spying()
+    make_trainer(precision="bf16-mixed", **arguments).fit(module, tiny_loader())
+    ours = [f"{Path(frame.filename).name}:{frame.name}" for frame in module.stack if is_ours(frame.filename)]
+    assert len(ours) <= FRAMES, ours
+    assert ours[-3:] == ["accelerator.py:step", "strategy.py:optimizer_step", "precision.py:optimizer_step"]
+
+
 @pytest.mark.parametrize("arguments", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 1.0}])
 def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> None:
     module = Spying()
@@ -64,9 +73,7 @@ def test_frames_from_fit_to_the_optimizers_step(arguments: dict[str, Any]) -> No
         "trainer.py:fit",
         "train_loop.py:train_epoch",
         "train_loop.py:close_window",
-        "accelerator.py:step",
-        "strategy.py:optimizer_step",
-        "precision.py:optimizer_step",
+        "gradients.py:step",
     ]
 
 
@@ -185,6 +192,7 @@ TRAINER = [
     "global_batch_size",
     "seed",
     "slurm_requeue",
+    "checksum",
     "log_grad_norm",
     "activation_checkpointing",
     "compile",
@@ -302,7 +310,8 @@ SURFACE = """
     max_steps min_epochs min_steps model node_rank num_devices num_nodes num_predict_batches num_sanity_val_batches
     num_sanity_val_steps num_test_batches num_training_batches num_val_batches optimizers overfit_batches plan precision
     precision_plugin predict predict_dataloaders predicting print profiler progress_bar_callback progress_bar_metrics
-    received_sigterm reload_dataloaders_every_n_epochs sample_mask sanity_checking save_checkpoint scaler seed should_log
+    received_sigterm release_save_buffers reload_dataloaders_every_n_epochs sample_mask sanity_checking save_checkpoint scaler
+    seed should_log
     should_stop stage state strategy test test_dataloaders testing train_dataloader training val_check_interval
     val_dataloaders validate validating world_size
 """

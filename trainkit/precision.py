@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, missing_package, nearest
 from trainkit.names import advice
 from trainkit.nested import map_tensors
+from trainkit.optim.torch_step import step_of
 from trainkit.registry import load
 
 __all__ = [
@@ -192,7 +193,8 @@ class Precision:
                 f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}."
                 + (f" Did you mean {_MEANT[str(name)]!r}?" if str(name) in _MEANT else nearest(str(name), PRECISIONS))
             )
-        self.name, self.spec = resolved, PRECISIONS[resolved]
+        self.name = resolved
+        self.spec = PRECISIONS[resolved]
         self.parameter_dtype, self.autocast_dtype = self.spec.parameter_dtype, self.spec.autocast_dtype
         self._enabled = enabled
         self._scaled = self.spec.scaler is not None and enabled
@@ -204,7 +206,7 @@ class Precision:
         }
         self.device_type = "cpu"
         self.scaler: torch.amp.GradScaler | None = None
-        self.several_optimizers = False  # which share the loss scale
+        self.several_optimizers = False  # Whether several optimizers share the loss scale.
         self.entered = False  # a forward has run in it
         self._unscaled: set[int] = set()  # optimizers whose gradients are unscaled, before their step
         self._stepped: set[int] = set()  # optimizers that have made their step since the scale was last updated
@@ -298,14 +300,14 @@ class Precision:
             return torch.autocast(self.device_type, dtype=self.autocast_dtype, **autocast)
         return self.init_context()
 
-    def applied_to(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a step function in this precision: its batch is converted, and it runs in `forward_context`."""
 
-        def converted(batch: Any, *rest: Any) -> Any:
+        def wrapper(batch: Any, *rest: Any) -> Any:
             with self.forward_context():
                 return step(self.convert_input(batch), *rest)
 
-        return converted
+        return wrapper
 
     @property
     def needs_sharded_parameters(self) -> bool:
@@ -352,7 +354,7 @@ class Precision:
             ConfigurationError: A closure under `16-mixed`, whose scaler has to read the gradients before the step.
         """
         if self.scaler is None:
-            optimizer.step(closure)
+            step_of(optimizer)(closure)
             return True
         if closure is not None:
             raise ConfigurationError(
@@ -360,7 +362,7 @@ class Precision:
                 "the gradients before the step. Use precision='bf16-mixed' or '32-true'."
             )
         self.unscale(optimizer)
-        if id(optimizer) not in self._unscaled:  # without any gradient, torch's scaler raises an error
+        if id(optimizer) not in self._unscaled:  # Without any gradient, torch's scaler raises an error.
             optimizer.step()
             return True
         done: list[bool] = []
@@ -406,7 +408,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 # al., FP8 Formats for Deep Learning, 2022).
 
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-_MULTIPLE = 16  # of both dimensions of a weight, for the matrix multiplication of the GPU
+_MULTIPLE = 16  # The GPU's matrix multiplication needs multiples of 16 in both dimensions.
 _HARDWARE = "a GPU of CUDA capability 8.9 or higher (Ada, Hopper, Blackwell), or an MI300"
 
 
@@ -458,7 +460,7 @@ class Float8Precision(Precision):
         self.emulate = emulate or getattr(recipe, "emulate", False)
         self._config: Any = None
         self._layers: list[_Float8Layer] = []
-        self._settings = ExitStack()  # of torch, until the end of the run
+        self._settings = ExitStack()  # Settings of torch that are restored at the end of the run.
         if isinstance(recipe, str) and recipe not in _RECIPES:
             raise UnknownNameError(f"unknown recipe {recipe!r}; known: {', '.join(_RECIPES)}.{nearest(recipe, _RECIPES)}")
 
@@ -517,7 +519,7 @@ class Float8Precision(Precision):
         self._check(chosen, module)
         if not chosen:
             warn(
-                f"precision={self.name!r}: none of the {counted(len(layers), 'linear layer')} of {type(module).__name__} was "
+                f"precision={self.name!r}: none of the {quantity(len(layers), 'linear layer')} of {type(module).__name__} was "
                 "chosen for float8, so this is the same as precision='bf16-mixed'. By default, small layers and the last one "
                 "are not chosen. To choose others: precision=Float8Precision(filter=lambda name, layer: ...)"
             )
@@ -529,7 +531,7 @@ class Float8Precision(Precision):
 
             # otherwise compiled code skips a cast to bfloat16, and scales differ from those of eager mode
             self._settings.enter_context(config.patch(emulate_precision_casts=True))
-        notice(f"{len(chosen)} of {counted(len(layers), 'linear layer')} of {type(module).__name__} compute in float8.")
+        notice(f"{len(chosen)} of {quantity(len(layers), 'linear layer')} of {type(module).__name__} compute in float8.")
 
     def _check(self, chosen: dict[str, nn.Linear], module: nn.Module) -> None:
         for name, layer in chosen.items():
@@ -574,7 +576,8 @@ class _Float8Layer:
     """
 
     def __init__(self, linear: nn.Linear, made: nn.Linear) -> None:
-        self._linear, self._weight = linear, linear.weight
+        self._linear = linear
+        self._weight = linear.weight
         self._added = {name: value for name, value in vars(made).items() if name not in vars(linear)}
         self._gathered = made.weight  # another parameter if it is gathered in float8
         kind: Any = type(made)
@@ -587,7 +590,7 @@ class _Float8Layer:
         self._linear.__class__ = nn.Linear
         for name in self._added:
             vars(self._linear).pop(name, None)
-        if self._linear.weight is self._gathered:  # not if a strategy has replaced it
+        if self._linear.weight is self._gathered:  # A strategy may have replaced it.
             self._linear.weight = self._weight
 
 
@@ -600,7 +603,7 @@ def _complete(kind: Any) -> Any:
             device = input.device.type
             if torch.is_autocast_enabled(device):
                 input = input.to(torch.get_autocast_dtype(device))
-            if torch.is_inference_mode_enabled():  # in which torchao's tensors lack operations
+            if torch.is_inference_mode_enabled():  # torchao's tensors lack operations in inference mode.
                 with torch.inference_mode(False), torch.no_grad():
                     return super().forward(input)  # type: ignore[no-any-return]
             return super().forward(input)  # type: ignore[no-any-return]

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_SECONDS_PLAIN = 15.0  # between two lines without a terminal
+_SECONDS_PLAIN = 15.0  # Seconds between two lines of output without a terminal.
+_LOOKS = 20  # If batches are faster than this part of the time between two refreshes, the clock is not looked at after each.
+_MOST_BATCHES = 8  # between two looks at the clock
 _SECONDS_RATE = 1.0  # minimum interval for the rate of a bar
 
 Kind = Literal["train", "sanity", "validation", "test", "predict"]
@@ -81,6 +83,7 @@ class StageProgress:
         self.began = self.since = time.monotonic()
         self._counted = 0  # number of batches before `since`
         self._every = every
+        self._looked, self._look_at, self._stride = self.since, 0, 1  # when the clock is looked at, in time and in batches
         self._seconds = _SECONDS_PLAIN if display is None else seconds
         self._next_look = self.since + (_SECONDS_PLAIN if display is None else 0.0)
 
@@ -91,9 +94,12 @@ class StageProgress:
             if self.first:  # a resumed epoch: the loader has skipped to its position
                 self._counted, self.since = done, time.monotonic()
         self.done = done
-        if done % self._every:
+        if done % self._every or done < self._look_at:
             return False
         now = time.monotonic()
+        fast = now - self._looked < self._seconds / _LOOKS  # if batches slow down now, the bar is still drawn soon
+        self._stride = min(_MOST_BATCHES, 2 * self._stride) if fast else 1
+        self._looked, self._look_at = now, done + self._stride
         if now < self._next_look:
             return False
         self._next_look = now + self._seconds
@@ -114,9 +120,10 @@ class StageProgress:
         long_enough = self.display is None or self.rate is None or seconds >= _SECONDS_RATE
         if batches > 0 and long_enough:
             self.rate = batches / seconds if seconds > 0 else 0.0
-            self.since, self._counted = now, self.done
+            self.since = now
+            self._counted = self.done
 
-    def elapsed(self) -> float:
+    def measure_seconds(self) -> float:
         """Seconds since it began."""
         return time.monotonic() - self.began
 
@@ -148,11 +155,11 @@ class StageProgressBar(ProgressBar):
         self._live = False  # whether bars can be drawn; otherwise lines are printed
         self._in_run = False
         self._loss: Any = None
-        self._logs_loss: bool | None = None  # in this epoch; None before its first batch
+        self._logs_loss: bool | None = None  # Whether this epoch logs a loss; None before its first batch.
         self._paused: float | None = None  # time at which validation paused training
         self._train: StageProgress | None = None
         self._evaluation: StageProgress | None = None
-        self._latest: dict[Kind, StageProgress] = {}  # also those that have ended, the newest last
+        self._latest: dict[Kind, StageProgress] = {}  # Stages that have ended stay here; the newest is the last one.
 
     # ---------------------------------------------------------------------------------------------- what a subclass defines
 
@@ -187,7 +194,7 @@ class StageProgressBar(ProgressBar):
         self._close()
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
-        if self._shown:
+        if self._is_shown:
             self._end_train_epoch(trainer, module, leave=self.leave)
             self._train = self._stage("train", nested=False, leave=True)
 
@@ -258,7 +265,7 @@ class StageProgressBar(ProgressBar):
     # ---------------------------------------------------------------------------------------------------------- its stages
 
     @property
-    def _shown(self) -> bool:
+    def _is_shown(self) -> bool:
         return self._in_run and self.is_enabled
 
     def _description_of(self, kind: Kind) -> str:
@@ -302,7 +309,7 @@ class StageProgressBar(ProgressBar):
         self._loss = self._logs_loss = None
 
     def _begin_loader(self, kind: Kind, loader: int) -> None:
-        if not self._shown or not (self.has_dataloader_changed(loader) or self._evaluation is None):
+        if not self._is_shown or not (self.has_dataloader_changed(loader) or self._evaluation is None):
             return
         if self._evaluation is not None:  # the loader before
             self._evaluation.close()

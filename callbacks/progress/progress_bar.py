@@ -44,7 +44,7 @@ class ProgressBar(Callback):
         super().__init__()
         self._trainer: Trainer | None = None
         self._enabled = True
-        self._current_loader: int | None = None  # of the evaluation
+        self._current_loader: int | None = None  # Index of the evaluation loader that is being read.
 
     @property
     def trainer(self) -> Trainer:

@@ -302,7 +302,7 @@ def _texts(stage: StageProgress | None = None) -> dict[str, Any]:
     remaining = "-:--:--" if left is None else str(timedelta(seconds=int(left)))
     return {
         "batches": f"{stage.done}/{'?' if stage.total is None else stage.total}",
-        "time": f"{timedelta(seconds=int(stage.elapsed()))} < {remaining}",
+        "time": f"{timedelta(seconds=int(stage.measure_seconds()))} < {remaining}",
         "rate": "" if stage.rate is None else f"{stage.rate:.2f} batches/s",
         "metrics": "",
     }

@@ -22,7 +22,7 @@ __all__ = ["TQDMProgressBar"]
 
 __getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
 
-_SECONDS_LIVE = 0.1  # between two refreshes of a bar
+_SECONDS_LIVE = 0.1  # Seconds between two refreshes of a bar.
 
 
 class _LastRate:
@@ -242,7 +242,7 @@ def _is_live() -> bool:
     isatty = getattr(sys.stdout, "isatty", None)
     if isatty is None or not isatty():
         return False
-    try:  # in some containers the terminal has no size, and tqdm would draw nothing
+    try:  # In some containers the terminal has no size, and tqdm would draw nothing.
         return min(os.get_terminal_size(sys.stdout.fileno())) > 0
     except (OSError, ValueError):
         return True

@@ -129,7 +129,7 @@ def test_by_hand_a_loss_is_divided_by_the_size_of_a_window() -> None:
 def test_no_sync_holds_the_step() -> None:
     """Inside `no_sync` no optimizer step is due; after it, one is due again."""
     state, told = own(1)
-    with state.held():
+    with state.suspend_steps():
         assert not state.current.last
         assert not state.clears or state.fresh
     assert [micro.last for micro in told] == [False, True]

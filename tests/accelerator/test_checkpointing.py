@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, parameters_of, same
 from safetensors.torch import load_file
@@ -343,6 +345,46 @@ def test_save_model_writes_plain_safetensors() -> None:
     assert same(load_file("weights/model.safetensors"), parameters_of(loop.plain))
     with pytest.raises(ConfigurationError, match="pickle"):
         loop.accelerator.save_model(loop.model, "weights", safe_serialization=False)
+
+
+def test_checksums() -> None:
+    loop = Loop()
+    for checksum in ("sha256", "xxh3-128"):
+        loop.accelerator.save_state("there", checksum=checksum, blocking=checksum == "sha256")
+        loop.accelerator.free_memory()
+        loop = Loop()
+        assert open_checkpoint("there").manifest.checksum == checksum
+        loop.accelerator.load_state("there")
+    loop.accelerator.save_state("there")
+    assert open_checkpoint("there").manifest.checksum == "xxh3-128"
+    with pytest.raises(ConfigurationError, match=r"save_state\(checksum=\) must be one of 'xxh3-128', 'sha256', not 'md5'"):
+        loop.accelerator.save_state("there", checksum="md5")
+
+
+def test_the_memory_of_asynchronous_saves_can_be_freed() -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.accelerator.save_state("there", blocking=False)
+        assert loop.accelerator._checkpointing._saver._buffers.nbytes > 0
+        loop.accelerator.release_save_buffers()
+        assert loop.accelerator._checkpointing._saver._buffers.nbytes == 0
+    loop.accelerator.load_state("there")
+
+
+def test_save_model_writes_the_digests_if_asked_to() -> None:
+    loop = Loop()
+    for checksum, hash_of in {"sha256": hashlib.sha256, "xxh3-128": xxhash.xxh3_128}.items():
+        loop.accelerator.save_model(loop.model, "weights", max_shard_size="60B", checksum=checksum)
+        names = sorted(path.name for path in Path("weights").iterdir())
+        assert [name for name in names if name.startswith("model.") and "safetensors" not in name] == [f"model.{checksum}"]
+        lines = Path("weights", f"model.{checksum}").read_text().splitlines()
+        files = {name: Path("weights", name).read_bytes() for name in names if name != f"model.{checksum}"}
+        assert sorted(lines) == sorted(f"{hash_of(data).hexdigest()}  {name}" for name, data in files.items())
+        assert len(lines) == 5
+    loop.accelerator.save_model(loop.model, "weights")
+    assert [path.name for path in Path("weights").iterdir()] == ["model.safetensors"]
+    with pytest.raises(ConfigurationError, match=r"save_model\(checksum=\) must be one of 'xxh3-128', 'sha256' or None"):
+        loop.accelerator.save_model(loop.model, "weights", checksum="md5")
 
 
 def test_save_model_divides_large_ones_and_removes_what_was() -> None:

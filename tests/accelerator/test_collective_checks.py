@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 import trainkit.distributed.channel
 from trainkit import Accelerator, set_seed
-from trainkit.accelerator.collective_checks import CollectiveChecks, describe
+from trainkit.distributed.collective_checks import CollectiveChecks, describe
 from trainkit.distributed.failure import Failure
 from trainkit.distributed.world import CollectiveTracker, World
 from trainkit.errors import CollectiveError, ProcessFailedError

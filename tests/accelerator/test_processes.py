@@ -17,9 +17,9 @@ from helpers.worlds.worlds import run_world
 from torch import Tensor
 
 from trainkit import Accelerator, Strategy
-from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.processes import only_where, run_first, share_of
 from trainkit.config.kwargs_handlers import DistributedType
+from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError
 from trainkit.registry import find_info

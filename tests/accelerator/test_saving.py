@@ -188,6 +188,6 @@ def test_the_part_needs_no_accelerator() -> None:
     part, model = Saving(Strategy("cpu")), Extra(1, 2)
     assert list(part.state_dict(model)) == list(model.state_dict())
     part.save({"epoch": 1}, "epoch.json")
-    part.save_model(model, "folder", max_shard_size=4)
+    part.write_model(model, Path("folder"), 4)
     assert load("epoch.json") == {"epoch": 1}
     assert len([name for name in os.listdir("folder") if name.endswith(".safetensors")]) > 1

@@ -125,7 +125,8 @@ def test_distributed_data_parallel() -> None:
 def test_names_do_not_load_the_compiler() -> None:
     done = run_python(
         "import sys, torch; from trainkit.state.model import capture_model; capture_model(torch.nn.Linear(1, 1)); "
-        "print('torch._dynamo.eval_frame' in sys.modules)"
+        "print('torch._dynamo.eval_frame' in sys.modules)",
+        bare=True,
     )
     assert done.stdout.strip() == "False", done.stderr
     assert "torch" in sys.modules

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.accelerator.checkpointing import PARTS, Checkpointing, NumberedCheckpoints, Saving, refuse_pickle
-from trainkit.accelerator.collective_checks import CollectiveChecks, describe
-from trainkit.accelerator.gradients import AccumulationState, CallWindow, Gradients, StepChecks, parameters_of
+from trainkit.accelerator.gradients import AccumulationState, CallWindow, Gradients, StepChecks, parameters_of, plain_verbs
 from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, run_first, share_of
+from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
+from trainkit.checkpoint.plain_files import shard_size
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -32,15 +33,17 @@ from trainkit.config.kwargs_handlers import (
     DistributedType,
     ProfileKwargs,
     ProjectConfiguration,
-    distributed_type,
+    find_distributed_type,
 )
-from trainkit.console import counted, echo, notice, warn, with_article
+from trainkit.console import echo, notice, quantity, warn, with_article
 from trainkit.data.loader import PreparedLoader
+from trainkit.distributed.collective_checks import CollectiveChecks, describe
 from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError, nearest
 from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import advice, refuse_unknown
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
+from trainkit.paths import local_path
 from trainkit.precision import MIXED, OVER_MASTERS
 from trainkit.state.training_objects import check_components
 from trainkit.strategy import Strategy
@@ -262,7 +265,7 @@ class Accelerator:
     @property
     def distributed_type(self) -> DistributedType:
         """How the run is distributed: `MULTI_CPU` and `MULTI_GPU` are DDP, `DEEPSPEED` is ZeRO, `NO` is one process."""
-        return distributed_type(self.strategy)
+        return find_distributed_type(self.strategy)
 
     @property
     def state(self) -> AcceleratorState:
@@ -504,7 +507,7 @@ class Accelerator:
         """
         for model in joinables:
             self._models.check("join_uneven_inputs", model)
-        with nullcontext() if even_batches is None else self._loaders.padded(even_batches):
+        with nullcontext() if even_batches is None else self._loaders.set_padding(even_batches):
             yield
 
     def _prepare_as(self, kind: type, item: Any, placed: bool | None, evaluation: bool = False) -> Any:
@@ -547,7 +550,7 @@ class Accelerator:
                 prepared[place] = self._models.prepare(item, evaluation)
         if prepared:
             for loader in self._prepared.loaders:
-                loader.generators = self.strategy.generators()  # of all devices of the models
+                loader.generators = self.strategy.generators()  # The models may be on several devices.
         return prepared
 
     def _placements(self, objects: Sequence[Any], placed: Sequence[bool] | None) -> Sequence[bool]:
@@ -555,7 +558,8 @@ class Accelerator:
             return [self.options.device_placement] * len(objects)
         if len(placed) != len(objects):
             raise ConfigurationError(
-                f"device_placement must have one value per object, but has {len(placed)} for {counted(len(objects), 'object')}."
+                f"device_placement must have one value per object, but has {len(placed)} for "
+                f"{quantity(len(objects), 'object')}."
             )
         return [self.options.device_placement if value is None else bool(value) for value in placed]
 
@@ -603,14 +607,14 @@ class Accelerator:
         """From now on, this process ends if another one fails."""
         if self._phase is LoopPhase.CREATED:
             if self._watchdog is not None:
-                self._watchdog.entered()
+                self._watchdog.enter()
             self._phase = LoopPhase.PREPARED
 
     def _stop_watching(self) -> None:
         if not self.accumulation.own_loop:
             return
         if self._phase is not LoopPhase.CREATED and self._watchdog is not None:
-            self._watchdog.left()
+            self._watchdog.leave()
         self._phase = LoopPhase.CREATED
 
     # ---------------------------------------------------------------------------------------------------------- a micro-batch
@@ -632,7 +636,7 @@ class Accelerator:
             if id(model) not in self._models.returned and self.accumulation.own_loop:
                 self._models.check("accumulate", model)
         self.open_loaders.working()
-        self.accumulation.call(models, self.open_loaders.place(), self.open_loaders.left)
+        self.accumulation.call(models, self.open_loaders.place(), self.open_loaders.remaining)
         self.accumulation.start_body()
         return _NULL
 
@@ -653,7 +657,7 @@ class Accelerator:
         """
         state, gradients = self.accumulation, self._gradients
         if gradients.averaged:
-            gradients.averaged.clear()  # of gradients that were not used
+            gradients.averaged.clear()  # Averages of gradients that were not used are dropped.
         if state.own_loop:
             self._begin_backward(loss)
         micro = state.current
@@ -686,7 +690,7 @@ class Accelerator:
         """
         if model is not None:
             self._models.check("no_sync", model)
-        with self.accumulation.held():
+        with self.accumulation.suspend_steps():
             yield
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -739,7 +743,7 @@ class Accelerator:
             self._note_by_hand()
         state.note_backward()
         if state.current.first:
-            self.skip_requested = False  # of a window that is over
+            self.skip_requested = False  # The request was for a window that is over.
         if self._phase is not LoopPhase.RUNNING:  # checked here, because a call at every step takes time
             self._check_begun("backward")
         if self.step_pending:
@@ -889,11 +893,15 @@ class Accelerator:
             if self.strategy.precision.autocast_dtype is not None:
                 torch.clear_autocast_cache()  # otherwise a forward in the same step would use copies of the old parameters
         gradients.averaged.discard(id(inner))
-        self._updated[id(inner)] = updated
-        # in your own training loop with several optimizers: whether any was skipped
-        self.optimizer_step_was_skipped = not (all(self._updated.values()) if state.own_loop else updated)
-        self.updates += updated
+        self.note_update(inner, updated)
         return updated
+
+    def note_update(self, optimizer: Optimizer, updated: bool) -> None:
+        """An optimizer has made a step, or skipped it."""
+        self._updated[id(optimizer)] = updated
+        # in your own training loop with several optimizers: whether any was skipped
+        self.optimizer_step_was_skipped = not (all(self._updated.values()) if self.accumulation.own_loop else updated)
+        self.updates += updated
 
     def has_updated(self, optimizer: Any) -> bool:
         """Whether the last step of an optimizer, prepared or torch's own, was made and not skipped."""
@@ -918,6 +926,12 @@ class Accelerator:
         if before_step is not None:
             self.before_step = before_step
             self._gradients.average_in_step()
+
+    def verbs_of_loop(self) -> tuple[Callable[..., None], Callable[..., bool]]:
+        """`backward` and `step` for the loop of a `Trainer`, bound for the run."""
+        if self._loaders.padding is not None:
+            return self.backward, self.step
+        return plain_verbs(self, self._step_checks.checked)
 
     def recheck_parameters(self) -> None:
         """Let the next step of each optimizer check again that the models have its parameters."""
@@ -961,7 +975,7 @@ class Accelerator:
         self.skip_requested = False
         self.step_pending = False
         self.optimizer_step_was_skipped = False
-        self._updated: dict[int, bool] = {}  # of each optimizer, by its id, whether its last step was not skipped
+        self._updated: dict[int, bool] = {}  # Id of an optimizer → whether its last step was made and not skipped.
 
     # -------------------------------------------------------------------------------------------------------------- processes
 
@@ -1194,7 +1208,8 @@ class Accelerator:
             ConfigurationError: `safe_serialization=False`; `f` is not a path; or a state dict of a model that ZeRO-3 shards
                 (use `get_state_dict`).
         """
-        self._saving.save(obj, f, safe_serialization)
+        refuse_pickle("save", safe_serialization)
+        self._saving.save(obj, f)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a model, with the user's names, as `save_model` writes it.
@@ -1215,6 +1230,8 @@ class Accelerator:
         save_directory: str | PathLike[str],
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
+        *,
+        checksum: str | None = None,
     ) -> None:
         """Write a model's weights as plain safetensors, which `from_pretrained` opens if it is a `transformers` model.
 
@@ -1227,12 +1244,15 @@ class Accelerator:
             save_directory: The folder to write to.
             max_shard_size: A larger model is written to several files, with an index. Adapters are always one file.
             safe_serialization: Only `True`: a pickle can run code when it is loaded.
+            checksum: Also write the digests of the files: `"sha256"` to `model.sha256`, which `sha256sum -c` reads, or
+                `"xxh3-128"` to `model.xxh3-128`, for `xxhsum -c`; of adapters `adapter_model.sha256`.
 
         Raises:
             CheckpointWriteError: The folder cannot be written.
             ConfigurationError: An adapter of a PEFT method whose parameters only PEFT can find; `safe_serialization=False`.
         """
-        self._saving.save_model(model, save_directory, max_shard_size, safe_serialization)
+        refuse_pickle("save_model", safe_serialization)
+        self._saving.write_model(model, local_path(save_directory, "save_directory"), shard_size(max_shard_size), checksum)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and restore the state of these objects too; they need `state_dict` and `load_state_dict`."""
@@ -1244,6 +1264,7 @@ class Accelerator:
         safe_serialization: bool = True,
         *,
         blocking: bool = True,
+        checksum: str = DEFAULT_CHECKSUM,
         **unknown: Any,
     ) -> Path:
         """Save a checkpoint: models, optimizers, schedulers, loss scale, positions of loaders, registered objects.
@@ -1262,6 +1283,7 @@ class Accelerator:
             safe_serialization: Only `True`.
             blocking: Return when it is complete on disk; `False`: when it is copied, and a thread writes it. The next
                 `save_state`, and `free_memory`, wait for it and raise its error; the end of the program waits too.
+            checksum: How its files are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone replaces.
 
         Returns:
             The folder.
@@ -1271,9 +1293,19 @@ class Accelerator:
             UnsavableError: A value cannot be stored; the message names the path to it.
             ConfigurationError: No folder is given, or checkpoints of an earlier start exist.
         """
-        refuse_unknown("Accelerator.save_state", unknown, ("output_dir", "safe_serialization", "blocking"))
+        refuse_unknown("Accelerator.save_state", unknown, ("output_dir", "safe_serialization", "blocking", "checksum"))
         refuse_pickle("save_state", safe_serialization)
-        return self._checkpointing.save(self, output_dir, blocking=blocking)
+        return self._checkpointing.save(self, output_dir, blocking=blocking, checksum=checksum)
+
+    def release_save_buffers(self) -> None:
+        """Free the host memory that `save_state(blocking=False)` keeps for its copies, until the next one allocates it again.
+
+        It waits for a save in flight. All processes call it. `free_memory` frees it too.
+
+        Raises:
+            CheckpointError: The save in flight could not be written.
+        """
+        self._checkpointing.close()
 
     def load_state(
         self,
@@ -1427,7 +1459,7 @@ class Accelerator:
         if not (self.accumulation.own_loop and self._models.wrapped and self.strategy.shards_parameters):
             return
         handled = sys.exc_info()[1]
-        self.strategy.broken = self.world.size > 1  # until all ranks are here
+        self.strategy.broken = self.world.size > 1  # The strategy counts as broken until all ranks are here.
         try:
             self.collective_checks.wait("free_memory")
             self.strategy.broken = False

@@ -8,29 +8,30 @@ import secrets
 import shutil
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.gradients import AccumulationState
 from trainkit.accelerator.prepared_models import PreparedObjects, user_model
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
+from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM, check_checksum
 from trainkit.checkpoint.commit import CommitResult
 from trainkit.checkpoint.folder import next_counter, remove
 from trainkit.checkpoint.manifest import Manifest, is_checkpoint
-from trainkit.checkpoint.plain_files import shard_size, write_object, write_weights
+from trainkit.checkpoint.plain_files import write_object, write_weights
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.tensor_file import FiniteCheck
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.kwargs_handlers import ProjectConfiguration
-from trainkit.console import notice, shortened, warn
+from trainkit.console import join_names, notice, warn
 from trainkit.data.loader import PreparedLoader
+from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import (
     CheckpointError,
@@ -87,8 +88,11 @@ class Checkpointing:
     def __init__(
         self, strategy: Strategy, numbered: NumberedCheckpoints, prepared: PreparedObjects, resumes: bool = False
     ) -> None:
-        self._strategy, self._world = strategy, strategy.world
-        self._numbered, self._prepared, self._resumes = numbered, prepared, resumes
+        self._strategy = strategy
+        self._world = strategy.world
+        self._numbered = numbered
+        self._prepared = prepared
+        self._resumes = resumes
         self._saver = Saver(notify=lambda: None)
         self._nonfinite: deque[CommitResult] = deque()  # the writer's thread appends
         self._warned = False
@@ -111,12 +115,20 @@ class Checkpointing:
         self._saver.close()
         self._report()
 
-    def save(self, loop: Accelerator, output_dir: str | PathLike[str] | None = None, *, blocking: bool = True) -> Path:
+    def save(
+        self,
+        loop: Accelerator,
+        output_dir: str | PathLike[str] | None = None,
+        *,
+        blocking: bool = True,
+        checksum: str = DEFAULT_CHECKSUM,
+    ) -> Path:
         """See `Accelerator.save_state`.
 
         If its parameters are not finite, a warning says so. It then does not replace a checkpoint that has finite ones, and
         `total_limit` keeps the newest of those.
         """
+        check_checksum(checksum, "save_state(checksum=)")
         numbered = self._is_numbered(output_dir, "save_state")
         folder = None if output_dir is None else local_path(output_dir, "output_dir")
         saver, world = self._saver, self._world
@@ -128,19 +140,19 @@ class Checkpointing:
         self._report()
         if not numbered:
             assert folder is not None
-            saver.save(self._draft(loop, folder), folder, blocking=blocking, replace=True, committed=self._note)
-            beside = [written.path for written in self._nonfinite if written.kept is not None]  # empty unless blocking
+            saver.save(self._draft(loop, folder, checksum), folder, blocking=blocking, replace=True, committed=self._note)
+            nonfinite = [written.path for written in self._nonfinite if written.kept is not None]  # empty unless blocking
             self._report()
-            return beside[0] if beside else folder
+            return nonfinite[0] if nonfinite else folder
         project, path = self._numbered.project, self._numbered.next_path()
         if output_dir is not None:
             notice(f"save_state({str(output_dir)!r}): automatic_checkpoint_naming is on, so it is written to {path}.")
 
-        def done(written: CommitResult) -> None:
+        def on_commit(written: CommitResult) -> None:
             self._note(written)
             rotate(path.parent, project.total_limit, written.manifest)
 
-        saver.save(self._draft(loop, path), path, blocking=blocking, committed=done)
+        saver.save(self._draft(loop, path, checksum), path, blocking=blocking, committed=on_commit)
         project.iteration += 1
         self._report()
         return path
@@ -188,14 +200,14 @@ class Checkpointing:
 
     def resume_loaders(self) -> None:
         """See `Accelerator.resume_loaders`."""
-        left = [(loader, *loader.last_position) for loader in self._prepared.loaders if loader.last_position is not None]
+        left = [(loader, loader.reading.left[0]) for loader in self._prepared.loaders if loader.reading.left is not None]
         if not left:
             raise ConfigurationError(
                 "resume_loaders: no prepared loader has a position to resume from. Either no checkpoint was loaded, or the "
                 "loaders have been read since. Call it after load_state and before the loop, or use: "
                 "accelerator.load_state(folder, resume_loaders=True)"
             )
-        for loader, position, _ in left:
+        for loader, position in left:
             loader.resume_at(position, loader.start_of(position))
 
     # ------------------------------------------------------------------------------------------------------------ where
@@ -244,26 +256,26 @@ class Checkpointing:
 
     # ------------------------------------------------------------------------------------------------------------- what
 
-    def _parts(self) -> TrainingObjects:
+    def _training_objects(self) -> TrainingObjects:
         prepared, strategy = self._prepared, self._strategy
         optimizers = [one.optimizer for one in prepared.optimizers]
         schedulers = [one.scheduler for one in prepared.schedulers]
         return TrainingObjects(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
 
-    def _draft(self, loop: Accelerator, path: Path) -> CheckpointPlan:
+    def _draft(self, loop: Accelerator, path: Path, checksum: str) -> CheckpointPlan:
         """The current state as a checkpoint that has not been written."""
-        parts, world = self._parts(), self._world
-        if not parts.models and not self.registered:
+        objects, world = self._training_objects(), self._world
+        if not objects.models and not self.registered:
             raise ConfigurationError(
                 "save_state: nothing was prepared, so there is nothing to save. Call it after: model, optimizer = "
                 "accelerator.prepare(model, optimizer)"
             )
-        save: SaveMode = "trainable" if any(has_adapters(model) for model in parts.models) else "all"
+        save: SaveMode = "trainable" if any(has_adapters(model) for model in objects.models) else "all"
         # The main process computes the fingerprint of frozen parameters; where they are sharded all processes gather them.
         fingerprints = world.is_main or self._strategy.shards_parameters
-        known = {} if fingerprints else dict.fromkeys(range(len(parts.models)), "the main process's")
-        taken = capture(parts, save=save, fingerprints=known)
-        positions = [loader.gathered(loader.state_dict()) for loader in self._prepared.loaders]
+        known = {} if fingerprints else dict.fromkeys(range(len(objects.models)), "the main process's")
+        taken = capture(objects, save=save, fingerprints=known)
+        positions = [loader.gather_position(loader.state_dict()) for loader in self._prepared.loaders]
         state = {
             **taken.state,
             "loaders": positions,
@@ -279,13 +291,15 @@ class Checkpointing:
             taken,
             seed=loop.seed,
             run_id=self.run_id,
-            save_counter=run_on_all_ranks(world, count)[0],
+            save_counter=run_on_all_ranks(world, count),
             step=loop.updates,
             epoch=positions[0]["epoch"] if positions else 0,
             position=positions[0] if positions else {},
             save=save,
         )
-        content = CheckpointContent(taken.tensors, state, described, taken.attachments, parameters=taken.parameters)
+        content = CheckpointContent(
+            taken.tensors, state, described, taken.attachments, parameters=taken.parameters, checksum=checksum
+        )
         return plan_checkpoint(world, content)
 
     def _restore(
@@ -298,7 +312,8 @@ class Checkpointing:
         loaders = list(zip(self._prepared.loaders, positions, strict=False))
         starts = [loader.start_of(position) if resumes else None for loader, position in loaders]
         tensors = with_trained_weights(loaded.tensors, loaded.tensors.get("model", {}), state.get("user", {}))
-        restore(self._parts(), tensors, state, manifest.aliases, components=parts, what=str(path), strict=strict, keep=True)
+        objects = self._training_objects()
+        restore(objects, tensors, state, manifest.aliases, components=parts, what=str(path), strict=strict, keep=True)
         if "loaders" in parts:
             if positions and loop.seed != manifest.seed:
                 warn(
@@ -356,7 +371,7 @@ class Checkpointing:
 
     def _close_window(self, accumulation: AccumulationState) -> None:
         """Discard an accumulation window that is open: its gradients are those of other parameters."""
-        if accumulation.unfinished or not accumulation.current.last:
+        if accumulation.has_open_window or not accumulation.current.last:
             accumulation.forget_window()
             for optimizer in self._prepared.optimizers:
                 optimizer.zero_grad()
@@ -369,10 +384,10 @@ def _report_restored(path: Path, step: int, parts: Collection[str]) -> None:
 
 def _report_loader_start(loaders: Sequence[PreparedLoader]) -> None:
     """A notice, for the training loader, that it does not continue by itself where the checkpoint was saved."""
-    loader = next((one for one in loaders if one.last_position is not None), None)
-    if loader is None or loader.last_position is None:
+    loader = next((one for one in loaders if one.reading.left is not None), None)
+    if loader is None or loader.reading.left is None:
         return
-    epoch, batches = loader.epoch, loader.last_position[1]
+    epoch, batches = loader.epoch, loader.reading.left[1]
     place = f"batch {batches} of" if batches is not None else "in the middle of"
     skip = f"accelerator.skip_first_batches(loader, {'n' if batches is None else batches})"
     notice(
@@ -393,7 +408,8 @@ class NumberedCheckpoints:
     """
 
     def __init__(self, project: ProjectConfiguration, world: World) -> None:
-        self.project, self._world = project, world
+        self.project = project
+        self._world = world
 
     @property
     def active(self) -> bool:
@@ -412,7 +428,7 @@ class NumberedCheckpoints:
 
     def next_path(self) -> Path:
         """The folder of the next checkpoint; refuses checkpoints of an earlier start that was not resumed. Collective."""
-        return Path(run_on_all_ranks(self._world, lambda: str(self._free_path()) if self._world.is_main else None)[0])
+        return Path(run_on_all_ranks(self._world, lambda: str(self._free_path()) if self._world.is_main else None))
 
     def check(self) -> None:
         """On the main process, raise what `next_path` would raise; before hours of training are spent."""
@@ -421,7 +437,7 @@ class NumberedCheckpoints:
 
     def _free_path(self) -> Path:
         folder, number = self.folder, self.project.iteration
-        taken = sorted(number for number, _ in _numbered(folder))
+        taken = sorted(number for number, _ in _list_numbered(folder))
         if taken and taken[-1] >= number:
             shown = f"checkpoint_{taken[0]}" + (f" to checkpoint_{taken[-1]}" if len(taken) > 1 else "")
             raise ConfigurationError(
@@ -440,12 +456,12 @@ class NumberedCheckpoints:
         def find() -> list[list[Any]] | None:
             if not self._world.is_main:
                 return None
-            numbered = sorted(_numbered(self.folder), reverse=True)
+            numbered = sorted(_list_numbered(self.folder), reverse=True)
             rows = [(str(path), *inspect_checkpoint(path)) for _, path in numbered if is_checkpoint(path)]
             marked = [[path, problem, about is None or about.finite is not False] for path, about, problem in rows]
             return sorted(marked, key=lambda row: not row[-1])
 
-        return [(Path(path), problem, finite) for path, problem, finite in run_on_all_ranks(self._world, find)[0]]
+        return [(Path(path), problem, finite) for path, problem, finite in run_on_all_ranks(self._world, find)]
 
     def continue_after(self, loaded: Path) -> None:
         """Number the next checkpoint after all that there are, if the loaded one is one of them. Collective."""
@@ -456,9 +472,9 @@ class NumberedCheckpoints:
             folder = self.folder
             if Path(os.path.realpath(loaded)).parent != Path(os.path.realpath(folder)):
                 return self.project.iteration
-            return max((number for number, _ in _numbered(folder)), default=-1) + 1
+            return max((number for number, _ in _list_numbered(folder)), default=-1) + 1
 
-        self.project.iteration = run_on_all_ranks(self._world, count)[0]
+        self.project.iteration = run_on_all_ranks(self._world, count)
 
 
 def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
@@ -492,7 +508,7 @@ def rotate(folder: Path, limit: int | None, manifest: Manifest | None) -> None:
 def _complete(folder: Path, run_id: str) -> list[tuple[int, Path, bool]]:
     """The complete checkpoints of a run: number, path, and whether its parameters are finite."""
     complete = []
-    for number, path in _numbered(folder):
+    for number, path in _list_numbered(folder):
         manifest, problem = inspect_checkpoint(path) if is_checkpoint(path) else (None, None)
         if problem is None and manifest is not None and manifest.run_id == run_id:
             complete.append((number, path, manifest.finite is not False))
@@ -504,7 +520,7 @@ def _number_of(path: Path) -> int:
     return int(path.name.rpartition("_")[2])
 
 
-def _numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+def _list_numbered(folder: Path) -> Iterator[tuple[int, Path]]:
     """The number and path of everything that is named like a checkpoint."""
     try:
         names = os.listdir(folder)
@@ -526,11 +542,11 @@ class Saving:
     """
 
     def __init__(self, strategy: Strategy, models: Sequence[nn.Module] = ()) -> None:
-        self._strategy, self._models = strategy, models
+        self._strategy = strategy
+        self._models = models
 
-    def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True) -> None:
+    def save(self, obj: Any, f: str | PathLike[str]) -> None:
         """See `Accelerator.save`."""
-        refuse_pickle("save", safe_serialization)
         if not isinstance(f, str | PathLike):
             raise ConfigurationError(
                 f"save(obj, f): f must be the path of a file, not {f!r}. For example: save(obj, 'state.json')"
@@ -561,27 +577,20 @@ class Saving:
         order = clean_names(model).values()
         return {name: values[name] for name in order if name in values}  # a lazy parameter has no values yet
 
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """See `Accelerator.save_model`."""
-        refuse_pickle("save_model", safe_serialization)
-        folder = local_path(save_directory, "save_directory")
-        world, limit = self._strategy.world, shard_size(max_shard_size)
+    def write_model(self, model: nn.Module, folder: Path, limit: int, checksum: str | None = None) -> None:
+        """Write the files of `Accelerator.save_model`, each of at most `limit` bytes."""
+        check_checksum(checksum, "save_model(checksum=)", optional=True)
+        world = self._strategy.world
         group, model = VerbGroup(world, "save_model"), user_model(model, self._strategy)
         placeholders = self._strategy.exported_weights(model)
         if any(is_sharded_tensor(tensor) for tensor in placeholders.values()):
             group.wait()  # they are gathered from all processes
         state = capture_model(model, placeholders=placeholders)
-        files, adapters, rank = config_files(state.configs), adapter_folders(state), world.rank
-        checks = [FiniteCheck(dict.fromkeys(tensors, True)) for tensors, _ in adapters.values()] or [FiniteCheck(state.trained)]
+        files, folders, rank = config_files(state.configs), adapter_folders(state), world.rank
+        checks = [FiniteCheck(dict.fromkeys(tensors, True)) for tensors, _ in folders.values()] or [FiniteCheck(state.trained)]
 
         def write() -> None:
-            for (where, (tensors, config)), check in zip(adapters.items(), checks, strict=False):
+            for (where, (tensors, config)), check in zip(folders.items(), checks, strict=False):
                 write_weights(
                     folder / where,
                     tensors,
@@ -590,14 +599,15 @@ class Saving:
                     stem="adapter_model",
                     rank=rank,
                     check=check,
+                    checksum=checksum,
                 )
-            if not adapters:
-                write_weights(folder, state.tensors, files, max_shard_size=limit, rank=rank, check=checks[0])
+            if not folders:
+                write_weights(folder, state.tensors, files, max_shard_size=limit, rank=rank, check=checks[0], checksum=checksum)
 
         # written before waiting for the other processes, so that the files are there even if those never come
         run_on_all_ranks(group, write, CheckpointWriteError)
         if nonfinite := [name for check in checks for name in check.nonfinite]:
-            warn(f"save_model: parameters in {folder} are not finite: {shortened(nonfinite)}.")
+            warn(f"save_model: parameters in {folder} are not finite: {join_names(nonfinite)}.")
         if world.is_main:
             remote_sync.add_log_folder(folder)
             remote_sync.finish()
@@ -628,13 +638,18 @@ class VerbGroup:
 
     def __init__(self, world: World, verb: str) -> None:
         self.rank, self.size = world.rank, world.size
-        self._world, self._verb = world, verb
+        self._world = world
+        self._verb = verb
 
     def exchange(self, value: Any) -> list[Any]:
         """The value of each process, in the order of the ranks."""
         if self._world.channel is None:  # threads, whose own exchange finds that out
             return self._world.exchange(value)
         return CollectiveChecks.of(self._world).exchange(self._verb, value)
+
+    def collect(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        """The reply to the value of each process. Every process computes it, so it must be the same everywhere."""
+        return answer(self.exchange(value))
 
     def wait(self) -> None:
         """Wait until all processes have called the verb."""

@@ -21,9 +21,9 @@ from trainkit.config.kwargs_handlers import (
     InitProcessGroupKwargs,
     ProfileKwargs,
     ProjectConfiguration,
-    sorted_handlers,
+    sort_handlers,
 )
-from trainkit.config.settings import Plugin, Settings, debugging, inherited_settings
+from trainkit.config.settings import Plugin, Settings, debugging, read_process_settings
 from trainkit.distributed.requested_devices import RequestedDevices, find_device
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.environment import DEVICE
@@ -97,9 +97,9 @@ def resolve(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options
     """The options, for arguments of `Accelerator` by name."""
     refuse_unknown("Accelerator", unknown, arguments)
     _refuse_unsupported(arguments)
-    settings = inherited_settings()
+    settings = read_process_settings()
     arguments = {**arguments, "plugin": _plugin(arguments, settings)}
-    handlers = sorted_handlers(arguments["kwargs_handlers"])
+    handlers = sort_handlers(arguments["kwargs_handlers"])
     loaders, project = _loaders(arguments), _project(arguments)
     strategy, plugin, watched = _strategy(arguments, settings, handlers)
     recomputed = _activation_checkpointing(arguments, plugin)
@@ -180,7 +180,7 @@ def _steps(arguments: Mapping[str, Any], settings: Settings, plugin: Plugin | No
             )
         return accumulation.num_steps
     if steps is None:
-        claimed = None if plugin is None else plugin.claimed("gradient_accumulation_steps")
+        claimed = None if plugin is None else plugin.loop_option("gradient_accumulation_steps")
         candidates = [claimed, settings.get("gradient_accumulation_steps")]
         if arguments["plugin"] is None:  # it is from the settings, where an option takes precedence over the file
             candidates.reverse()
@@ -211,7 +211,7 @@ def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
 def _activation_checkpointing(arguments: Mapping[str, Any], plugin: Plugin | None) -> Any:
     """The argument, else the option of the plugin; `None`: not set."""
     chosen = arguments.get("activation_checkpointing")
-    return plugin.claimed("activation_checkpointing") if chosen is None and plugin is not None else chosen
+    return plugin.loop_option("activation_checkpointing") if chosen is None and plugin is not None else chosen
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -369,7 +369,7 @@ def _precision(
     scaler = handlers.get(GradScalerKwargs)
     if precision is None:
         mixed = getattr(mixed, "value", mixed)
-        name = _mixed_name(mixed) if mixed is not None else settings.get("mixed_precision")
+        name = _check_mixed_precision(mixed) if mixed is not None else settings.get("mixed_precision")
         if name is None:
             if scaler is None:
                 return None
@@ -387,7 +387,7 @@ def _precision(
     return Precision(chosen, **scaler.to_kwargs())
 
 
-def _mixed_name(name: Any) -> str:
+def _check_mixed_precision(name: Any) -> str:
     if name not in MIXED:
         raise ConfigurationError(f"mixed_precision must be one of {', '.join(map(repr, MIXED))}, not {name!r}.")
     return str(name)

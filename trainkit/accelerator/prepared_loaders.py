@@ -21,7 +21,7 @@ from trainkit.data.keyed_sampler import split_batches
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.micro_batches import MicroBatch, MicroBatchKind, WindowEntry
 from trainkit.errors import ConfigurationError
-from trainkit.nested import batch_size, copied
+from trainkit.nested import batch_size, copy_containers
 from trainkit.rng import Stage, resolve_seed
 
 if TYPE_CHECKING:
@@ -56,10 +56,12 @@ class PreparedLoaders:
     """
 
     def __init__(self, options: Options, accumulation: AccumulationState, prepared: list[PreparedLoader]) -> None:
-        self._options, self._strategy = options, options.strategy
-        self._accumulation, self._prepared = accumulation, prepared
+        self._options = options
+        self._strategy = options.strategy
+        self._accumulation = accumulation
+        self._prepared = prepared
         self._seed: int | None = None
-        self.padding: BatchPadding | None = None  # of the first loader
+        self.padding: BatchPadding | None = None  # The padding of the first loader, which is trained on.
 
     @property
     def seed(self) -> int:
@@ -127,7 +129,7 @@ class PreparedLoaders:
         self.padding = None
 
     @contextmanager
-    def padded(self, even: bool) -> Iterator[None]:
+    def set_padding(self, even: bool) -> Iterator[None]:
         """Within it, loaders that are started have the same number of batches on all processes if `even`."""
         before = [(loader, loader.pads) for loader in self._prepared]
         for loader in self._prepared:
@@ -143,13 +145,15 @@ class _OpenLoader:
     """A loader with its current batch, and the accumulation state from before it was read."""
 
     def __init__(self, loader: PreparedLoader, before: Snapshot, number: int, devices: int) -> None:
-        self.loader, self.before, self.number = loader, before, number
+        self.loader = loader
+        self.before = before
+        self.number = number
         self.ahead = 0  # batches that were read since a backward pass
-        self.weights_differ = False  # not all of these batches have the same weight
-        self.worked = False  # a backward pass has begun
+        self.weights_differ = False  # Whether these batches have different weights.
+        self.worked = False  # Whether a backward pass has begun.
         self.batch: Any = None
-        self.index = 0  # of the batch
-        self.place: Place | None = None  # from the first batch on
+        self.index = 0  # Index of the batch.
+        self.place: Place | None = None  # It is set when the first batch is read.
         size = batch_size_of(loader.source)
         self.full = None if size is None else size * devices
         self.padding = False
@@ -177,14 +181,18 @@ class OpenLoaders:
         end_late: Callable[[CallWindow], None],
         begin_epoch: Callable[[], None],
     ) -> None:
-        self._accumulation, self._models, self._devices = accumulation, models, devices
-        self._end_late, self._begin_epoch = end_late, begin_epoch
+        self._accumulation = accumulation
+        self._models = models
+        self._devices = devices
+        self._end_late = end_late
+        self._begin_epoch = begin_epoch
         self._numbers = count()
         self.loaded = False
-        self._places: list[_OpenLoader] = []  # the one that has yielded a batch last is the last
+        self._places: list[_OpenLoader] = []  # The loader that has yielded a batch last is the last one.
         # of each loader: what accumulate had entered when it yielded a batch, and the index with which that window begins
         self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
-        self._opened: WeakKeyDictionary[PreparedLoader, Place] = WeakKeyDictionary()  # where each was read last
+        # Loader → the place where it was read last.
+        self._opened: WeakKeyDictionary[PreparedLoader, Place] = WeakKeyDictionary()
 
     def open_window(self) -> int:
         """See `trainkit.data.loader.Reader`."""
@@ -202,7 +210,7 @@ class OpenLoaders:
         self._begin_epoch()
         return self._batches(loader, micro_batches)
 
-    def completed(self, loader: PreparedLoader) -> int:
+    def count_complete(self, loader: PreparedLoader) -> int:
         """See `trainkit.data.loader.Reader`."""
         mark, state = self._marks.get(loader), self._accumulation
         if mark is None:
@@ -210,7 +218,7 @@ class OpenLoaders:
         entered, begin = mark
         unfinished = state.entered == entered and state.by_hand is not True
         # of a loader that was read to its end nothing is left: in an evaluation the loop enters no batch
-        if not loader.exhausted and (unfinished or (state.open > 0 and state.follows_loader)):
+        if loader.reading.phase != "exhausted" and (unfinished or (state.open > 0 and state.follows_loader)):
             return begin
         called = state.resumes_at(self._opened[loader])
         return loader.given if called is None else min(called, loader.given)
@@ -236,15 +244,16 @@ class OpenLoaders:
                 if micro.kind is MicroBatchKind.NONE:
                     if not any(model.training for model in self._models):
                         continue
-                    batch = loader.padding() if place.batch is None else copied(place.batch)
-                place.batch, place.padding = copied(batch), without_data  # the loop may modify its own
+                    batch = loader.padding() if place.batch is None else copy_containers(place.batch)
+                place.batch = copy_containers(batch)  # The loop may modify its own batch.
+                place.padding = without_data
                 place.ahead += 1
                 place.weights_differ = place.weights_differ or alone != 1.0
                 if places[-1] is not place:
                     places.remove(place)
                     places.append(place)
                 yield batch
-            loader.exhausted = True
+            loader.end_reading()
             if loader.window is None:
                 loader.end_epoch()
             for window in state.ending(id(loader)):
@@ -276,7 +285,7 @@ class OpenLoaders:
         """Where the loop reads; `None`: no loader is being read."""
         return self._places[-1].place if self._places else None
 
-    def left(self) -> int | None:
+    def remaining(self) -> int | None:
         """Number of batches that follow in the epoch of the loader that is being read; `None`: unknown."""
         place = self._places[-1]
         length = place.loader.length if place.loader.exact else None
@@ -289,7 +298,7 @@ class OpenLoaders:
         """
         evaluates = bool(self._models) and not any(model.training for model in self._models)
         if evaluates and place.batch is not None and not place.worked:
-            place.loader.exhausted = True
+            place.loader.end_reading()
         if self._places[-1] is place:
             self._accumulation.restore(place.before)
         self._places.remove(place)
@@ -305,7 +314,10 @@ class OpenLoaders:
             return
         place = self._places[-1]
         ahead, differ, skips = place.ahead, place.weights_differ, self.loaded
-        place.ahead, place.weights_differ, place.worked, self.loaded = 0, False, True, False
+        place.ahead = 0
+        place.weights_differ = False
+        place.worked = True
+        self.loaded = False
         if ahead > 1 and not skips and (differ or (self._accumulation.size > 1 and self._accumulation.by_hand is not True)):
             raise ConfigurationError(
                 f"{ahead} batches have been read since the last one that was trained on, so it is unclear which of them the "
@@ -381,7 +393,8 @@ class SkippedLoader:
 
     def __init__(self, loader: Any, skipped: int) -> None:
         fix = "skip_first_batches(loader, num_batches=100)"
-        self.loader, self.skipped = loader, whole_number(skipped, "skip_first_batches: num_batches", fix=fix)
+        self.loader = loader
+        self.skipped = whole_number(skipped, "skip_first_batches: num_batches", fix=fix)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):

@@ -17,7 +17,7 @@ from trainkit.config.compiling import Compilation, refuse_compiled
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError
 from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
-from trainkit.module.blocks import chosen_modules, repeated_blocks
+from trainkit.module.blocks import find_repeated_blocks, select_modules
 from trainkit.nested import map_tensors
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import Precision
@@ -32,8 +32,8 @@ __all__ = [
     "PreparedModels",
     "PreparedObjects",
     "Wrapped",
-    "compiled_parts",
-    "described_parts",
+    "describe_modules",
+    "find_modules_to_compile",
     "unwrap",
     "user_model",
 ]
@@ -60,7 +60,7 @@ class Wrapped(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         copied: nn.Module = copy.deepcopy(self.module, memo)
-        return copied  # for example for an average of weights, which is not trained itself
+        return copied  # The copy may be an average of weights, which is not trained itself.
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -96,7 +96,8 @@ class PrecisionWrapper(Wrapped):
 
     def __init__(self, module: nn.Module, precision: Precision, **autocast: Any) -> None:
         super().__init__(module)
-        self._precision, self._autocast = precision, autocast
+        self._precision = precision
+        self._autocast = autocast
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         precision = self._precision
@@ -157,7 +158,8 @@ class PreparedModels:
     """
 
     def __init__(self, options: Options, originals: list[nn.Module]) -> None:
-        self._options, self._strategy = options, options.strategy
+        self._options = options
+        self._strategy = options.strategy
         self.originals = originals
         self.wrapped: list[nn.Module] = []
         self.returned: dict[int, nn.Module] = {}
@@ -217,10 +219,10 @@ class CompiledModules:
         """Compile the blocks of a model, or the whole model. What the user has compiled stays as it is.
 
         Raises:
-            ConfigurationError: See `compiled_parts`.
+            ConfigurationError: See `find_modules_to_compile`.
         """
         if not _is_compiled(model):
-            self.compile(compiled_parts(model, compilation, strategy) or {"": model}, compilation)
+            self.compile(find_modules_to_compile(model, compilation, strategy) or {"": model}, compilation)
 
     def compile(self, modules: dict[str, nn.Module], compilation: Compilation) -> None:
         """Compile these modules, each by itself. What the user has compiled stays as it is."""
@@ -269,7 +271,7 @@ def _is_compiled(module: nn.Module) -> bool:
     return ours or isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
-def compiled_parts(model: nn.Module, compilation: Compilation, strategy: Strategy) -> dict[str, nn.Module]:
+def find_modules_to_compile(model: nn.Module, compilation: Compilation, strategy: Strategy) -> dict[str, nn.Module]:
     """The modules that are compiled by themselves: dotted name → module. Empty: the whole is compiled.
 
     Raises:
@@ -278,10 +280,10 @@ def compiled_parts(model: nn.Module, compilation: Compilation, strategy: Strateg
         UnsupportedArgumentError: The whole would be compiled, which the strategy does not support.
     """
     if compilation.modules is not None:
-        return chosen_modules(model, compilation.modules, "compile['modules']")
+        return select_modules(model, compilation.modules, "compile['modules']")
     if compilation.regional is False:
         return {}
-    blocks = repeated_blocks(model)
+    blocks = find_repeated_blocks(model)
     if compilation.regional and not blocks:
         raise ConfigurationError(
             f"{compilation.source}: {type(model).__name__} has no repeated blocks. Expected an nn.ModuleList or nn.Sequential "
@@ -293,7 +295,7 @@ def compiled_parts(model: nn.Module, compilation: Compilation, strategy: Strateg
     return blocks
 
 
-def described_parts(parts: dict[str, nn.Module], whole: str) -> str:
-    """What is compiled, in words: `12 × Block`, or `whole` if there are no parts."""
-    counts = Counter(type(module).__name__ for module in parts.values())
+def describe_modules(modules: dict[str, nn.Module], whole: str) -> str:
+    """What is compiled, in words: `12 × Block`, or `whole` if there are no modules."""
+    counts = Counter(type(module).__name__ for module in modules.values())
     return ", ".join(f"{count} × {name}" for name, count in counts.items()) or whole

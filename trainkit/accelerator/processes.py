@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
-from trainkit.console import counted, notice, with_article
+from trainkit.console import notice, quantity, with_article
+from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError
 from trainkit.launch.environment import read_ranks, runtime_is_loaded
@@ -101,7 +101,7 @@ def run_first(checks: CollectiveChecks, verb: str, is_first: bool) -> Iterator[N
     if not is_first:
         checks.wait(verb)
     yield
-    if is_first:  # not after an error: the other processes would continue as if there had been none
+    if is_first:  # After an error this is skipped: the other processes would continue as if there had been none.
         checks.wait(verb)
 
 
@@ -123,10 +123,10 @@ def only_where(here: Callable[[], bool], function: Function, verb: str) -> Funct
         raise ConfigurationError(f"{verb} is a decorator: it needs a function, not {function!r}.")
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if here() else None
 
-    return called  # type: ignore[return-value]
+    return wrapper  # type: ignore[return-value]
 
 
 def _length(inputs: Any) -> int:
@@ -285,7 +285,7 @@ class Gathering:
         padding = batch.padding or self._strategy.repeats_data
         by_rank = self._exchange_shapes(verb, data, samples=batch.samples, padding=padding)
         _check_samples(verb, by_rank)
-        kept = self._kept([drop and its["padding"] for its in by_rank])
+        kept = self._keep_mask([drop and its["padding"] for its in by_rank])
         columns = iter([shape for _, shape in column] for column in zip(*(its["tensors"] for its in by_rank), strict=True))
 
         def gather(one: Tensor) -> Tensor:
@@ -311,21 +311,21 @@ class Gathering:
             samples = batch.padded[1]
             self._notify_once(
                 "padded batch",
-                f"gather_for_metrics drops {counted(length - samples, 'row')} of {length}, because the batch was padded from "
-                f"{counted(samples, 'sample')}. A tensor of {length} rows that are no samples loses them too: compute it with "
+                f"gather_for_metrics drops {quantity(length - samples, 'row')} of {length}, because the batch was padded from "
+                f"{quantity(samples, 'sample')}. A tensor of {length} rows that are no samples loses them too: compute it with "
                 "loader.sample_mask, and use accelerator.reduce(value).",
             )
             return rows[:samples]
         if batch.samples is not None and batch.samples < length == batch.full and not batch.padding:
             self._notify_once(
                 "short batch",
-                f"gather_for_metrics keeps all {length} rows where the batch has {counted(batch.samples, 'sample')}, fewer "
+                f"gather_for_metrics keeps all {length} rows where the batch has {quantity(batch.samples, 'sample')}, fewer "
                 "than the others: whether a row is a sample does not follow from a length. For a loss that counts once for "
                 "each sample: accelerator.gather_for_metrics(loss.repeat(len(batch)))",
             )
         return rows
 
-    def _kept(self, padding: Sequence[bool]) -> list[bool]:
+    def _keep_mask(self, padding: Sequence[bool]) -> list[bool]:
         """Whether what each process passes is kept, given whether it is padding."""
         ranks = [str(rank) for rank, padded in enumerate(padding) if padded]
         if ranks and not self._strategy.repeats_data and self.world.is_main:
@@ -354,7 +354,7 @@ class Gathering:
             )
         padding = self._checks.exchange("gather_for_metrics", self._batch.padding or self._strategy.repeats_data)
         by_rank = world.exchange_user_objects(data)
-        return [item for its, keep in zip(by_rank, self._kept(padding), strict=True) if keep for item in its]
+        return [item for its, keep in zip(by_rank, self._keep_mask(padding), strict=True) if keep for item in its]
 
 
 def _check_same_shapes(verb: str, by_rank: Sequence[Mapping[str, Any]]) -> None:
@@ -403,7 +403,8 @@ class _OfThread(threading.local):
     """The accelerators that this thread has created: on XLA, threads may take the place of processes."""
 
     def __init__(self) -> None:
-        self.alive: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()  # in the order in which they were created
+        # Accelerators in the order in which they were created.
+        self.alive: WeakValueDictionary[int, Accelerator] = WeakValueDictionary()
 
 
 _of_thread, _number = _OfThread(), count()
@@ -430,7 +431,7 @@ def latest() -> Accelerator | None:
 
 def strategy_of(model: nn.Module) -> Strategy | None:
     """The strategy of the accelerator that has prepared a model of the user's; `None`: none has."""
-    return next((one.strategy for one in _of_process.values() if any(model is own for own in one._models.originals)), None)
+    return next((one.strategy for one in _of_process.values() if any(model is known for known in one._models.originals)), None)
 
 
 def rank_and_size() -> tuple[int, int]:

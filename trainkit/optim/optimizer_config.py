@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainkit.checks import whole_number
-from trainkit.console import counted, with_article
+from trainkit.console import quantity, with_article
 from trainkit.errors import OptimizerError, nearest
 from trainkit.optim.parameter_names import foreign_parameters
 from trainkit.optim.schedules import make_schedule
@@ -173,7 +173,7 @@ def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
     foreign = foreign_parameters(optimizer, [module])
     if foreign:
         raise OptimizerError(
-            f"{name} has {counted(len(foreign), 'parameter that is', 'parameters that are')} not the module's "
+            f"{name} has {quantity(len(foreign), 'parameter that is', 'parameters that are')} not the module's "
             f"(the first of shape {tuple(foreign[0].shape)}). Pass self.parameters() to it, or assign them to the module: "
             "self.weight = nn.Parameter(...). An optimizer that was created before layers were replaced has the old parameters."
         )

@@ -1,4 +1,7 @@
-"""Copies of an optimizer: whole ones for checkpoints of sharded state, and tiny ones that measure the size of its state."""
+"""Copies of an optimizer: whole ones for checkpoints of sharded state, and tiny ones that measure the size of its state.
+
+`quantizes` tells which optimizers keep that state in 8 or 4 bits, in blocks of each parameter.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from trainkit.errors import StateMismatchError
 from trainkit.optim.parameter_names import ParameterNames
 from trainkit.registry import strategy_infos
 
-__all__ = ["StoredOptimizer", "bare_copy", "count_slots", "empty_copy", "placeholder_parameter", "state_bytes"]
+__all__ = ["StoredOptimizer", "bare_copy", "count_slots", "empty_copy", "placeholder_parameter", "quantizes", "state_bytes"]
 
 
 def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
@@ -28,7 +31,7 @@ def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter
 def empty_copy(optimizer: Optimizer) -> Optimizer:
     """An optimizer of the same class with the same options and groups, and without state; `__init__` is not called."""
     kind = type(optimizer)
-    if hasattr(kind, "__del__"):  # which would free what the copy shares with the original
+    if hasattr(kind, "__del__"):  # It would free what the copy shares with the original.
         kind = type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
     copy: Optimizer = object.__new__(kind)
     # A scheduler has replaced `step` by a wrapper for the original.
@@ -137,8 +140,13 @@ def state_bytes(optimizer: Optimizer) -> dict[int, int]:
             key = number, len(shape), parameter.dtype
             if key not in trials:
                 trials[key] = _trial(optimizer, group, _PRIMES[: len(shape)], parameter.dtype, "cpu")
-            sizes[id(parameter)] = sum(_scaled_numel(slot, shape) * slot.element_size() for slot in trials[key])
+            sizes[id(parameter)] = sum(_scale_numel(slot, shape) * slot.element_size() for slot in trials[key])
     return sizes
+
+
+def quantizes(kind: type[Any]) -> bool:
+    """Whether an optimizer of this class quantizes blocks of its state, by its package."""
+    return kind.__module__.startswith("torchao.") or (kind.__module__.startswith("bitsandbytes.") and "8bit" in kind.__name__)
 
 
 def _block_size(optimizer: Optimizer) -> int | None:
@@ -157,7 +165,7 @@ def _bytes_in_blocks(optimizer: Optimizer, period: int) -> dict[int, int]:
     def measure(number: int, group: dict[str, Any], elements: int, dtype: torch.dtype) -> int:
         key = number, elements, dtype
         if key not in trials:
-            trials[key] = sum(map(_stored_bytes, _trial(optimizer, group, (elements,), dtype, "cpu")))
+            trials[key] = sum(map(_count_bytes, _trial(optimizer, group, (elements,), dtype, "cpu")))
         return trials[key]
 
     sizes = {}
@@ -173,10 +181,10 @@ def _bytes_in_blocks(optimizer: Optimizer, period: int) -> dict[int, int]:
     return sizes
 
 
-def _stored_bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor; of a quantized one those of its inner tensors."""
     inner = getattr(tensor, "__tensor_flatten__", None)
-    return tensor.nbytes if inner is None else sum(_stored_bytes(getattr(tensor, name)) for name in inner()[0])
+    return tensor.nbytes if inner is None else sum(_count_bytes(getattr(tensor, name)) for name in inner()[0])
 
 
 def _trial(
@@ -195,7 +203,7 @@ def _trial(
     return [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
 
 
-def _scaled_numel(slot: Tensor, shape: torch.Size) -> int:
+def _scale_numel(slot: Tensor, shape: torch.Size) -> int:
     """Number of elements of a trial's slot for a parameter with this shape."""
     if slot.ndim == 0:
         return 1

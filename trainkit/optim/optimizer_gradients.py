@@ -55,8 +55,8 @@ def toggle(optimizer: Optimizer, optimizers: Iterable[Optimizer]) -> dict[Tensor
     Returns:
         The other parameters, each with its `requires_grad` before; `untoggle` restores it.
     """
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    others = [p for o in optimizers for group in o.param_groups for p in group["params"] if id(p) not in own]
+    own_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    others = [p for o in optimizers for group in o.param_groups for p in group["params"] if id(p) not in own_ids]
     before = {p: p.requires_grad for p in others}
     for p in before:
         p.requires_grad = False

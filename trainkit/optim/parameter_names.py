@@ -17,12 +17,12 @@ __all__ = [
     "ParameterNames",
     "clean_names",
     "clean_paths",
+    "find_wrapped_attribute",
     "foreign_parameters",
     "parameter_names",
     "shape_of",
     "without_checkpoint_wrapper",
     "without_pruning",
-    "wrapped_attribute",
 ]
 
 _CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
@@ -127,7 +127,7 @@ def without_pruning(name: str, names: Container[str]) -> str:
     return plain if plain != name and f"{plain}_mask" in names and plain not in names else name
 
 
-def wrapped_attribute(module: nn.Module) -> str | None:
+def find_wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute of a wrapper that contains the user's module; None if `module` is not a wrapper."""
     if isinstance(module, DataParallel | DistributedDataParallel):
         return "module"
@@ -146,7 +146,7 @@ def _wrapper_paths(module: nn.Module) -> set[str]:
     inserted = {
         f"{path}.{attribute}." if path else f"{attribute}."
         for path, part in module.named_modules(remove_duplicate=False)
-        if (attribute := wrapped_attribute(part))
+        if (attribute := find_wrapped_attribute(part))
     }
     # torch removes this part in state dicts, but not in the names of parameters, so a wrapper inside has two paths
     hidden = {path for path in inserted if path.endswith(f"{_CHECKPOINT_WRAPPED}.")}

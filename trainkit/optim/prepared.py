@@ -74,7 +74,7 @@ class PreparedOptimizer(Optimizer):
         self._accelerator = accelerator
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet: the object is being copied
+        if name == "optimizer":  # An object that is being copied has no optimizer yet.
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -82,7 +82,8 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedOptimizer:
-        return PreparedOptimizer(copy.deepcopy(self.optimizer, memo), self._accelerator)  # of the same accelerator
+        # The copy belongs to the same accelerator.
+        return PreparedOptimizer(copy.deepcopy(self.optimizer, memo), self._accelerator)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -141,10 +142,10 @@ class PreparedOptimizer(Optimizer):
         Args:
             sync_grad: No effect: with several processes gradients are averaged in the optimizer step.
         """
-        return self._toggled()
+        return self._toggle()
 
     @contextmanager
-    def _toggled(self) -> Iterator[None]:
+    def _toggle(self) -> Iterator[None]:
         before = toggle(self, self._accelerator.optimizers)
         try:
             yield

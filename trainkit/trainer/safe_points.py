@@ -5,8 +5,9 @@ A safe point is the end of an optimizer step, when its logging, validation and s
 1. *Request.* Hooks ask for a save with `request` and `every_n_steps`, timers with
    `every`, users for a stop with `trainer.should_stop`, the system for the end with a signal.
 2. *Agree.* Over several ranks the *step flags* tell the ranks of each other's requests: one small vector for each optimizer
-   step, reduced by its largest values. It is sent at the end of step k and read at the end of step k + 1, so that no rank
-   waits for it. At the end of a validation or an epoch it is sent and read immediately.
+   step, reduced by its largest values. It is sent at the end of step n and read at the end of step n + 1, so that no rank
+   waits for it. At the end of a validation or an epoch it is sent and read immediately. More than 64 ranks send it in every
+   k-th step of an epoch only, where k depends on nothing but their number: see `step_interval`.
 3. *Carry out.* `carry_out` does what has been requested, on all ranks after the same step.
 """
 
@@ -24,9 +25,10 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from trainkit.console import counted, notice, prints_here, warn
+from trainkit.console import notice, prints_here, quantity, warn
 from trainkit.data.loader_workers import HANDLED
 from trainkit.distributed.failure_handling import write_stderr
+from trainkit.distributed.world import RING_RANKS
 from trainkit.errors import ConfigurationError, Preempted
 from trainkit.trainer.progress import Stop
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from trainkit.distributed.world import Pending
     from trainkit.trainer.run import Run
 
-__all__ = ["SafePoints", "Signals", "requeue"]
+__all__ = ["SafePoints", "Signals", "requeue", "step_interval"]
 
 
 _HANGUP = getattr(signal, "SIGHUP", None)
@@ -74,7 +76,7 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
                 before = signal.getsignal(number)
-                if number == _HANGUP and before == signal.SIG_IGN:  # by nohup: the run outlives its terminal
+                if number == _HANGUP and before == signal.SIG_IGN:  # nohup ignores it: the run outlives its terminal.
                     continue
                 if before is not None:  # None: set by a program that Python is embedded in
                     self._before[number] = before
@@ -102,13 +104,13 @@ class Signals:
             try:
                 before(received, frame)
             except RuntimeError:
-                if not self.received_soon():
+                if not self.wait_for_signal():
                     raise
 
         self._before[number] = before
         signal.signal(number, on_worker_exit)
 
-    def received_soon(self) -> bool:
+    def wait_for_signal(self) -> bool:
         """Whether a signal has come or comes within a moment: workers may receive one before this process does."""
         if self.received is None:
             threading.Event().wait(_GRACE_SECONDS)
@@ -197,6 +199,14 @@ _NO_SCHEMA = -(1 << 63)
 _SAVE_FAILED, _SAVED = 0, 62  # bits of the step flags; bit n between them: timer n is due
 
 
+def step_interval(ranks: int) -> int:
+    """The number of steps from one exchange of the step flags to the next: 1 up to 64 ranks, 2 up to 128, 5 at 1,024.
+
+    The hops of an exchange that are left when it is read take about log2(ranks) times 30 µs, in which every rank waits.
+    """
+    return max(1, (ranks - 1).bit_length() - RING_RANKS.bit_length() + 2)
+
+
 class SafePoints:
     """The requests of one fit.
 
@@ -210,8 +220,12 @@ class SafePoints:
     """
 
     def __init__(self, run: Run, report_failures: Callable[[bool], None], report_saved: Callable[[], None]) -> None:
-        self._run, self._report_failures, self._report_saved = run, report_failures, report_saved
-        self._world, self._several = run.strategy.world, run.several
+        self._run = run
+        self._report_failures = report_failures
+        self._report_saved = report_saved
+        self._world = run.strategy.world
+        self._distributed = run.distributed
+        self._interval = step_interval(self._world.size)
         self._requests: deque[Callable[[], None]] = deque()
         self._by_steps: list[tuple[int, Callable[[], None]]] = []
         self._by_time: list[tuple[timedelta, Callable[[], None]]] = []
@@ -245,7 +259,7 @@ class SafePoints:
         """A save has failed in the writer's thread, which calls this."""
         self._alert(_SAVE_FAILED)
 
-    def saved(self) -> None:
+    def note_save(self) -> None:
         """A checkpoint is complete that the loggers want to know of; called in the writer's thread of the main process."""
         self._alert(_SAVED)
 
@@ -276,13 +290,14 @@ class SafePoints:
             ConfigurationError: a rank has skipped an optimizer step, and another has not.
             MetricError: the ranks have logged different names.
         """
-        several, progress = self._several, self._run.progress
-        if several:
+        distributed, progress = self._distributed, self._run.progress
+        if distributed:
             self._read_flags()
-            self._send_flags()
+            if self._sends():
+                self._send_flags()
         if progress.stop is Stop.REQUESTED and self._run.due.may_stop:  # requested in the step before
             progress.begin_stopping()
-        if not several and (progress.should_stop or progress.stop is Stop.REQUESTED):
+        if not distributed and (progress.should_stop or progress.stop is Stop.REQUESTED):
             progress.agree_on_stop(progress.should_stop)
 
     def agree_now(self) -> None:
@@ -291,12 +306,19 @@ class SafePoints:
         Raises:
             ConfigurationError, MetricError: as `agree`.
         """
-        if self._several:
+        if self._distributed:
             self._read_flags()
             self._send_flags()
             self._read_flags()
             if self._run.progress.stop is not Stop.RUNNING:
                 self._run.progress.should_stop = True
+
+    def _sends(self) -> bool:
+        """Whether flags are sent in this step. Only the position in the epoch counts, so that a resumed run does the same."""
+        if self._interval == 1:
+            return True
+        windows = -(-(self._run.progress.batch_idx + 1) // self._run.accumulation)
+        return windows % self._interval == 0
 
     def _send_flags(self) -> None:
         run = self._run
@@ -321,13 +343,13 @@ class SafePoints:
         stop, signal, bits, schema, negated, most, least = pending.wait()
         run.progress.agree_on_stop(bool(stop))
         if signal:
-            self._signal = run.signals.received = signal  # the same on all ranks, whichever signal came to this one
+            self._signal = run.signals.received = signal  # All ranks have the same signal, whichever came to this one.
         self._bits |= bits
         if signal or bits:
             run.progress.safe_point_due = True
         if most != -least:
             raise ConfigurationError(
-                f"one process has made {counted(most, 'optimizer step')}, and another one {-least}, so their parameters "
+                f"one process has made {quantity(most, 'optimizer step')}, and another one {-least}, so their parameters "
                 "differ. Call skip_update() on all processes or on none: decide by the step, or by a value that is the same on "
                 "all."
             )
@@ -346,7 +368,7 @@ class SafePoints:
         run, step = self._run, self._run.progress.global_step
         run.progress.safe_point_due = False  # first, so that a request from now on is carried out next time
         run.signals.ignore_worker_exits()
-        if self._several:
+        if self._distributed:
             bits, self._bits = self._bits, 0
             if bits >> _SAVE_FAILED & 1:
                 self._report_failures(True)
@@ -373,14 +395,18 @@ class SafePoints:
             Preempted, KeyboardInterrupt: it has.
         """
         run = self._run
-        if (self._signal if self._several else run.signals.received) is not None:
+        if (self._signal if self._distributed else run.signals.received) is not None:
             raise run.signals.ending(f"at step {run.progress.global_step}")
 
     def close(self) -> None:
-        """Cancel timers and forget all requests."""
+        """End the timers' threads and forget all requests."""
         for timer in self._timers.values():
             timer.cancel()
-        self._by_steps, self._by_time, self._timers = [], [], {}
+        for timer in self._timers.values():
+            timer.join()  # its thread would otherwise be alive for a moment after the run
+        self._by_steps = []
+        self._by_time = []
+        self._timers = {}
         self._requests.clear()
         self._alerts.clear()
         self._run.progress.next_save_step = math.inf

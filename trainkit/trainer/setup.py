@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from trainkit.accelerator.prepared_models import compiled_parts, described_parts
+from trainkit.accelerator.prepared_models import describe_modules, find_modules_to_compile
 from trainkit.config.compiling import Compilation, compilation_of, refuse_compiled
-from trainkit.config.settings import inherited_settings
+from trainkit.config.settings import read_process_settings
 from trainkit.console import notice, warn
 from trainkit.data.loader import PreparedLoader
 from trainkit.data.micro_batches import MicroBatch
@@ -69,7 +69,7 @@ class Training:
         safe_points: where saves and signals are handled.
         training_step: called with (batch, batch_idx).
         automatic: the loop runs backward and optimizer step.
-        several: other ranks have their own data.
+        distributed: other ranks have their own data.
         without_optimizer: there is no optimizer: windows are counted, nothing is trained.
         optimizer: the only one, under automatic optimization.
         backward: of a loss.
@@ -86,7 +86,7 @@ class Training:
     safe_points: SafePoints
     training_step: Callable[..., Any]
     automatic: bool
-    several: bool
+    distributed: bool
     without_optimizer: bool
     optimizer: Optimizer | None
     backward: Callable[..., None]
@@ -105,8 +105,8 @@ class Training:
 
     def micro_batches(self, epoch: int, start: int) -> Iterator[MicroBatch]:
         """The micro-batches of an epoch, from index `start` on."""
-        found = self.loader.iterate(epoch, start)
-        return found if self.profiler is None else self.profiler.iterated("next training batch", found)
+        batches = self.loader.iterate(epoch, start)
+        return batches if self.profiler is None else self.profiler.iterate("next training batch", batches)
 
     def is_last(self, batch_idx: int) -> bool:
         """Whether this is known to be the last micro-batch of the epoch."""
@@ -180,26 +180,26 @@ class Evaluation:
 
     def by_loader(self) -> list[dict[str, float]]:
         """The metrics of each loader; those that were logged outside of batches, for example at the end, are in each."""
-        found: list[dict[str, float]] = []
+        metrics: list[dict[str, float]] = []
         for index in range(len(self.loaders)):
             where = {name: self.loaders_of[name] or [index] for name in self.results}
-            found.append({name: value for name, value in self.results.items() if index in where[name]})
-        return found
+            metrics.append({name: value for name, value in self.results.items() if index in where[name]})
+        return metrics
 
 
-def read_compilation(given: Any, strategy: Strategy) -> Compilation | None:
+def read_compilation(argument: Any, strategy: Strategy) -> Compilation | None:
     """How the argument `compile` of a `Trainer`, or else the settings, compile its modules; `None`: they do not.
 
     Raises:
         ConfigurationError: the argument or the backend of the settings is wrong.
         UnsupportedArgumentError: it does not work with the strategy.
     """
-    settings = inherited_settings()
-    with settings.attribute_errors(*(("dynamo_backend", *settings.of_place) if given is None else ())):
-        found = compilation_of(None, None, settings) if given is None else Compilation.of_trainer(given)
-        if found is not None:
-            refuse_compiled(found, strategy)
-    return found
+    settings = read_process_settings()
+    with settings.attribute_errors(*(("dynamo_backend", *settings.of_place) if argument is None else ())):
+        compilation = compilation_of(None, None, settings) if argument is None else Compilation.of_trainer(argument)
+        if compilation is not None:
+            refuse_compiled(compilation, strategy)
+    return compilation
 
 
 def unwrap_compiled(module: Any, compilation: Compilation | None) -> tuple[Any, Callable[..., Any] | None]:
@@ -224,11 +224,11 @@ def begin_compiling(run: Run) -> None:
     compilation = run.compilation
     if compilation is None or run.compiler is not None:
         return
-    parts = compiled_parts(run.module, compilation, run.strategy)
-    run.compiled.compile(parts, compilation)
-    if not parts:
+    modules = find_modules_to_compile(run.module, compilation, run.strategy)
+    run.compiled.compile(modules, compilation)
+    if not modules:
         run.compiler = partial(torch.compile, **compilation.options)
-    notice(f"compile: {described_parts(parts, 'the steps')}, {compilation}.")
+    notice(f"compile: {describe_modules(modules, 'the steps')}, {compilation}.")
 
 
 def step_function(run: Run, name: str) -> Callable[..., Any]:
@@ -237,19 +237,19 @@ def step_function(run: Run, name: str) -> Callable[..., Any]:
     if not run.compiles:
         return step
 
-    def compiled_step(*given: Any) -> Any:
-        outputs = step(*given)
+    def run_step(*args: Any) -> Any:
+        outputs = step(*args)
         run.metrics.record_deferred()
         return outputs
 
-    return compiled_step
+    return run_step
 
 
 def describe_compilation(compilation: Compilation, module: TrainModule | None, strategy: Strategy) -> str:
     """What is compiled of a module, or the user's request if there is no module yet; and the options."""
     if module is None:
         return f"{compilation.source}, {compilation}"
-    return f"{described_parts(compiled_parts(module, compilation, strategy), 'the steps')}, {compilation}"
+    return f"{describe_modules(find_modules_to_compile(module, compilation, strategy), 'the steps')}, {compilation}"
 
 
 def refuse_incomplete(module: TrainModule, stage: str, has_optimizer: bool) -> None:
@@ -283,10 +283,10 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
     """Get the optimizers of the module, which is on its device; returns what the training loop calls."""
     module, engine, profiler = run.module, run.accelerator, run.profiler
     interval = validate_every(run, loader)  # first: it may raise, before the user's code is called
-    automatic, several = module.automatic_optimization, run.strategy.data_world.size > 1
+    automatic, distributed = module.automatic_optimization, run.strategy.data_world.size > 1
     # before the optimizers: an engine is built around the training step
     step = _with_arguments(step_function(run, "training_step"), module, "training_step", ("batch", "batch_idx"))
-    optimizer, pad, zero_grad = None, _pad(run, several), _no_zero_grad
+    optimizer, pad, zero_grad = None, _pad(run, distributed), _no_zero_grad
     run.optimizers, run.schedulers = _optimizers(run)
     if not automatic:
         _refuse_under_manual(run)
@@ -301,7 +301,7 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
         optimizer = run.optimizers[0].optimizer if run.optimizers else None
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)
-    backward: Callable[..., Any] = engine.backward
+    backward, update = engine.verbs_of_loop()
     if is_overridden(module, "backward", TrainModule):
         if automatic and run.strategy.owns_backward:
             raise ConfigurationError(
@@ -309,12 +309,11 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
                 "backward pass and runs it itself. Use on_before_backward and on_after_backward, or strategy='zero1' or 'ddp'."
             )
         backward = partial(backward, call=module.backward)
-    update: Callable[..., Any] = engine.step
     if profiler is not None:
-        step, backward = profiler.wrapped("training_step", step), profiler.wrapped("backward", backward)
-        update = profiler.wrapped("optimizer_step", update)
+        step, backward = profiler.wrap("training_step", step), profiler.wrap("backward", backward)
+        update = profiler.wrap("optimizer_step", update)
     module_step = None
-    if optimizer is not None and ModuleStep.needed(run, optimizer):
+    if optimizer is not None and ModuleStep.is_needed(run, optimizer):
         module_step = ModuleStep(run, optimizer, step, pad)
         step, pad = module_step.training_step, module_step.pad
     return Training(
@@ -322,7 +321,7 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
         safe_points=safe_points,
         training_step=step,
         automatic=automatic and optimizer is not None,
-        several=several,
+        distributed=distributed,
         without_optimizer=automatic and optimizer is None,
         optimizer=optimizer,
         backward=backward,
@@ -349,9 +348,9 @@ def _optimizers(run: Run) -> tuple[list[PreparedOptimizer], list[SchedulerConfig
     return list(prepared) if isinstance(prepared, tuple) else [prepared], schedulers
 
 
-def _pad(run: Run, several: bool) -> Callable[..., None]:
+def _pad(run: Run, distributed: bool) -> Callable[..., None]:
     """What replaces the training step for a micro-batch without data on this rank."""
-    if not several:
+    if not distributed:
         return pad_alone
     if not run.module.automatic_optimization:
         return pad_manual_step
@@ -391,15 +390,15 @@ def _before_manual_step(run: Run, optimizer: Optimizer) -> None:
 def _refuse_under_manual(run: Run) -> None:
     """Refuse arguments that only automatic optimization implements."""
     arguments = run.arguments
-    given: dict[str, Any] = {"global_batch_size": arguments.global_batch_size}
+    refused: dict[str, Any] = {"global_batch_size": arguments.global_batch_size}
     number: int | str = "n"  # how many micro-batches a global batch has is not known yet
     schedule = run.accumulation_schedule
     if schedule is not None:
-        given = {"accumulate_grad_batches": schedule.scheduling}
+        refused = {"accumulate_grad_batches": schedule.scheduling}
     elif arguments.accumulation != 1:
         number = arguments.accumulation
-        given = {"accumulate_grad_batches": number}
-    for name, value in given.items():
+        refused = {"accumulate_grad_batches": number}
+    for name, value in refused.items():
         if value is not None:
             raise ConfigurationError(
                 f"Trainer({name}={value}) needs automatic optimization. Under manual optimization, accumulate in "
@@ -468,13 +467,15 @@ def refresh_validation(run: Run) -> None:
         run.validation.count = evaluation.count
 
 
-def prepare_evaluation(run: Run, name: str, given: Any, *, sanity: bool = False, keeps: bool = True) -> Evaluation | None:
+def prepare_evaluation(
+    run: Run, name: str, user_loaders: Any, *, sanity: bool = False, keeps: bool = True
+) -> Evaluation | None:
     """Prepare an evaluation, kept in `run.evaluations`; `None` if there is no data or no step for it.
 
     Args:
         run: the run.
         name: "validation", "test" or "predict".
-        given: the loaders that the user passed.
+        user_loaders: the loaders that the user passed.
         sanity: for the sanity check, whose metrics are dropped.
         keeps: a prediction keeps its outputs.
 
@@ -484,14 +485,14 @@ def prepare_evaluation(run: Run, name: str, given: Any, *, sanity: bool = False,
     """
     key = "sanity" if sanity else name
     run.evaluations[key] = None
-    loaders = evaluation_loaders(run, name, given, sanity)
+    loaders = evaluation_loaders(run, name, user_loaders, sanity)
     if all(loader.limit == 0 for loader in loaders):
         return None
     module, step_name = run.module, f"{name}_step"
     step = step_function(run, step_name)
-    step = _with_arguments(step, module, step_name, ("batch", "batch_idx", "dataloader_idx"), several=len(loaders) > 1)
+    step = _with_arguments(step, module, step_name, ("batch", "batch_idx", "dataloader_idx"), several_loaders=len(loaders) > 1)
     if run.profiler is not None:
-        step = run.profiler.wrapped(step_name, step)
+        step = run.profiler.wrap(step_name, step)
     metrics = run.metric_store(MetricResults() if sanity else run.results)
     evaluation = Evaluation(name, loaders, step, metrics, logs=name != "predict", keeps=name == "predict" and keeps)
     run.evaluations[key] = evaluation
@@ -499,7 +500,7 @@ def prepare_evaluation(run: Run, name: str, given: Any, *, sanity: bool = False,
 
 
 def _with_arguments(
-    step: Callable[..., Any], module: TrainModule, name: str, arguments: tuple[str, ...], several: bool = False
+    step: Callable[..., Any], module: TrainModule, name: str, arguments: tuple[str, ...], several_loaders: bool = False
 ) -> Callable[..., Any]:
     """The step as a function of all arguments; the user's method may take fewer.
 
@@ -510,22 +511,22 @@ def _with_arguments(
     """
     signature = inspect.signature(getattr(module, name))
     if "dataloader_iter" in signature.parameters:
-        return lambda *given: step(BatchIterator(*given))
+        return lambda *values: step(BatchIterator(*values))
     for count in range(len(arguments), 0, -1):
         try:
             bound = signature.bind(*arguments[:count])
         except TypeError:
             continue
-        if several and count < len(arguments):
+        if several_loaders and count < len(arguments):
             raise HookError(
                 f"{type(module).__name__}.{name} must take dataloader_idx, because there are several loaders: "
                 f"def {name}(self, {', '.join(arguments)})"
             )
-        if not several and count == 3 and arguments[-1] not in bound.arguments.values():  # it is one of *args
+        if not several_loaders and count == 3 and arguments[-1] not in bound.arguments.values():  # it is one of *args
             continue
         if count == len(arguments):
             return step
-        return lambda *given: step(*given[:count])
+        return lambda *values: step(*values[:count])
     raise HookError(
         f"{type(module).__name__}.{name} cannot be called. Expected: def {name}(self, {', '.join(arguments)}); received: "
         f"def {name}{signature}"
