@@ -17,11 +17,18 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # The tests pin one thread per process, so that sums are the same everywhere and two processes fit on two cores.
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest
+PARALLEL := -n $(JOBS) --maxprocesses 4 --dist worksteal
+
+# What these tests assert is how the source, the pages and the package are laid out: `make check` runs them.
+LAYOUT := tests/test_house.py tests/test_docs.py tests/test_advice.py tests/test_packaging.py
+
+# What `make test-changed` compares with: on a branch, where it left main.
+SINCE ?= $(shell git merge-base HEAD main)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-docs test-slow test-fsdp test-zero test-xla test-lightning check docs docs-serve dist format clean
+.PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -30,38 +37,44 @@ demo: $(VENV)/.demo ## train a small GPT on Python's own source files
 	$(RUN) -m trainkit demo $(ARGS)
 
 test: $(VENV)/.test ## install what the tests need and run them
-	$(PYTEST) -n $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
+	$(PYTEST) $(PARALLEL) $(addprefix --ignore=,$(LAYOUT)) $(ARGS)
+
+test-changed: $(VENV)/.test ## the tests of the rooms that the changes since SINCE (main) reach
+	paths=$$($(RUN) tests/helpers/changed.py $(SINCE)) && { [ -z "$$paths" ] || $(PYTEST) $(PARALLEL) $$paths $(ARGS); }
 
 test-docs: $(VENV)/.test ## run the code of the documentation's pages
-	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m docs tests/docs $(ARGS)
+	$(PYTEST) $(PARALLEL) -m docs tests/docs $(ARGS)
 
-test-slow: $(VENV)/.test ## the tests marked slow, and those of how soon things happen, one after the other
+test-slow: $(VENV)/.test ## the tests marked slow, with all cases of the grids, and those of how soon things happen
 	$(RUN) tests/helpers/zero/compile_extensions.py
-	$(PYTEST) -m "(slow or prompt) and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	$(PYTEST) $(PARALLEL) -m "slow and not prompt and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	$(PYTEST) -m "prompt and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]
+	TRAINKIT_ALL_EXAMPLES=1 $(PYTEST) $(PARALLEL) -m hypothesis $(ARGS) || [ $$? -eq 5 ]
 
 test-fsdp: $(VENV)/.test ## the grids of FSDPStrategy; ARGS='-m fsdp' for all of them
-	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m "fsdp and not slow" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "fsdp and not slow" $(ARGS)
 
 test-zero: $(VENV)/.test ## the grids of ZeRO; ARGS='-m zero' for all of them; compiles a part of DeepSpeed the first time
 	$(RUN) tests/helpers/zero/compile_extensions.py
-	$(PYTEST) -n $(JOBS) --maxprocesses 4 -m "zero and not slow" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "zero and not slow" $(ARGS)
 
 # Outside of the tree, for all checkouts: see tests/helpers/xla/xla_environment.py. The main environment has a part in some of the tests.
 test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB); ARGS='-m xla' for all of them
 	$(RUN) tests/helpers/xla/xla_environment.py "$(XLA_VENV)"
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
-	  -n $(JOBS) --maxprocesses 4 -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
+	  $(PARALLEL) -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
 
 # Alone in a folder outside of the tree: what it depends on is in the environment of the tests.
 test-lightning: $(VENV)/.test ## scripts written for Lightning, under Lightning and here
 	[ -d "$(LIGHTNING)/lightning" ] || $(INSTALL) --no-deps --target "$(LIGHTNING)" lightning==2.6.6
-	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) -n $(JOBS) --maxprocesses 4 -m lightning tests/moving_over $(ARGS)
+	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) $(PARALLEL) -m lightning tests/moving_over $(ARGS)
 
-check: $(VENV)/.test docs ## ruff, the layers, mypy and the documentation
+check: $(VENV)/.test docs ## ruff, the layers, mypy, the documentation, and the tests of how all that is laid out
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(VENV)/bin/lint-imports --no-cache
 	$(RUN) -m mypy
+	$(PYTEST) $(PARALLEL) $(LAYOUT)
 
 docs: $(VENV)/.test ## build the documentation into site/; a warning or a broken link fails
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -14,14 +14,14 @@ from trainkit.callback import Callback
 from trainkit.distributed.parameter_placement import is_dtensor, own_range, part_at
 from trainkit.errors import ConfigurationError
 from trainkit.optim.parameter_names import clean_paths
-from trainkit.state.training_objects import TRAINED_WEIGHTS, trained_weights
+from trainkit.state.training_objects import TRAINED_WEIGHTS, read_trained_weights
 from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["AveragedWeights", "local_part", "part_of", "stored_part"]
+__all__ = ["AveragedWeights", "local_part", "part_of", "wrap_part"]
 
 
 class AveragedWeights(Callback):
@@ -53,10 +53,10 @@ class AveragedWeights(Callback):
 
     def _forget(self) -> None:
         """Return to the state before the first average."""
-        self._average: dict[str, Tensor] = {}  # by clean name
+        self._average: dict[str, Tensor] = {}  # The keys are clean names.
         self._trained: dict[str, Tensor] | None = None  # while the module shows the average
         self._found: dict[str, Tensor] = {}  # averages in a checkpoint that is being restored
-        self._parameters: dict[str, nn.Parameter] = {}  # by clean name
+        self._parameters: dict[str, nn.Parameter] = {}  # The keys are clean names.
         self._buffers: dict[str, tuple[nn.Module, str]] = {}  # clean name → owner and attribute: a buffer may be replaced
         self._converted = (0, False)  # number of averages, and whether any has another device or dtype than its parameter
         self._restored = False
@@ -84,11 +84,12 @@ class AveragedWeights(Callback):
                 f"Trainer(callbacks=[{name}(...)])"
             )
         self._forget()
-        self._owner, self._rank = module, strategy.world.rank
+        self._owner = module
+        self._rank = strategy.world.rank
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._found = {}
-        self._parameters, self._buffers = _averaged_places(module, self.use_buffers)
+        self._parameters, self._buffers = _find_averaged(module, self.use_buffers)
         self._average = {n: value for n, value in self._average.items() if n in self._parameters or n in self._buffers}
 
     def on_exception(self, trainer: Trainer, module: TrainModule, exception: BaseException) -> None:
@@ -98,7 +99,9 @@ class AveragedWeights(Callback):
         self._end_validation()  # a signal or an error ended it
         if any(map(is_dtensor, self._parameters.values())):
             # the strategy makes the module's parameters whole next: they have the average if training ended
-            self._average, self._trained, self._parameters = {}, None, {}
+            self._average = {}
+            self._trained = None
+            self._parameters = {}
 
     # ---------------------------------------------------------------------------------------- the average in the module
 
@@ -196,9 +199,9 @@ class AveragedWeights(Callback):
             stored, shown[name] = shown[name], average
             parameter = self._parameters.get(name)
             if parameter is not None and is_dtensor(parameter):
-                shown[name] = stored_part(average, parameter, self._rank)
+                shown[name] = wrap_part(average, parameter, self._rank)
                 if self._trained is not None:
-                    stored = stored_part(self._trained[name], parameter, self._rank)
+                    stored = wrap_part(self._trained[name], parameter, self._rank)
             elif self._trained is not None and not is_sharded_tensor(stored):
                 stored = self._trained[name]
             if is_sharded_tensor(stored):  # ZeRO's are master weights, which showing the average has not changed
@@ -216,7 +219,7 @@ class AveragedWeights(Callback):
             self._forget()  # the weights that are loaded now stay in the module
             return
         shown = checkpoint["state_dict"]
-        self._found = {name: shown[name] for name in trained_weights(checkpoint) if name in shown}
+        self._found = {name: shown[name] for name in read_trained_weights(checkpoint) if name in shown}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = True
@@ -226,14 +229,14 @@ class AveragedWeights(Callback):
         """Use the averages of a checkpoint."""
         assert self._owner is not None
         self._average = {}
-        self._parameters, self._buffers = _averaged_places(self._owner, self.use_buffers)
+        self._parameters, self._buffers = _find_averaged(self._owner, self.use_buffers)
         for name, value in averages.items():
             parameter = self._parameters.get(name, value)
             device = self.device or (parameter.device if is_dtensor(parameter) else self._owner.device)
             self._average[name] = part_of(value.detach(), parameter).to(device, copy=True)
 
 
-def _averaged_places(module: nn.Module, buffers: bool) -> tuple[dict[str, nn.Parameter], dict[str, tuple[nn.Module, str]]]:
+def _find_averaged(module: nn.Module, buffers: bool) -> tuple[dict[str, nn.Parameter], dict[str, tuple[nn.Module, str]]]:
     """The floating-point parameters and buffers that a checkpoint stores, by clean name; see `AveragedWeights._forget`."""
     saved, seen, named_values = module.state_dict(), set(), {}
     for prefix, owner in module.named_modules():
@@ -276,7 +279,7 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     return part_at(whole, own_range(parameter)) if is_dtensor(parameter) else whole
 
 
-def stored_part(part: Tensor, parameter: Tensor, rank: int) -> Tensor:
+def wrap_part(part: Tensor, parameter: Tensor, rank: int) -> Tensor:
     """A part of a tensor with the shape of a parameter, in the form in which checkpoints save the whole tensor.
 
     Args:
@@ -293,7 +296,7 @@ def _whole(part: Tensor, parameter: Any, rank: int, owner: int | None) -> Tensor
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = parameter.device_mesh
-    tensor = part.to(mesh.device_type)  # of communication: an average may be on the host
+    tensor = part.to(mesh.device_type)  # The mesh's device is the one that communicates: an average may be on the host.
     for dimension, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             continue

@@ -220,7 +220,7 @@ class Save:
     path: str = ""
     committed: bool = False
     best: frozenset[str] = frozenset()  # the best checkpoints, with this one
-    displaced: dict[str, Tensor] = field(default_factory=dict)  # those that are no longer among the best because of it
+    displaced: dict[str, Tensor] = field(default_factory=dict)  # Checkpoints that are no longer among the best because of it.
     # the newest before it, its score, and what it displaced
     before: tuple[str, Tensor | None, dict[str, Tensor]] = field(default_factory=lambda: ("", None, {}))
     finite: tuple[str, ...] = ()  # the newest finite ones before it
@@ -265,7 +265,7 @@ class CheckpointHistory(Checkpoint):
         self._displaced: dict[str, Tensor] = {}  # no longer among the best because of the newest
 
     @property
-    def given_dirpath(self) -> str | None:
+    def user_dirpath(self) -> str | None:
         """`dirpath` as the user gave it; None: the folder of the run."""
         return None if self._default_dirpath else self.dirpath
 
@@ -407,13 +407,17 @@ class CheckpointHistory(Checkpoint):
 
     def _add(self, save: Save, path: Path) -> None:
         """Record a checkpoint that is about to be written to `path`."""
-        save.path, save.before = str(path), (self.last_model_path, self.current_score, self._displaced)
-        save.finite, self._finite = self._finite, (save.path, *self._finite[:1])
+        save.path = str(path)
+        save.before = (self.last_model_path, self.current_score, self._displaced)
+        save.finite = self._finite
+        self._finite = (save.path, *self._finite[:1])
         best = self._best_with(save.path, save.score)
         save.best = frozenset(best)
         save.displaced = {known: s for known, s in self.best_k_models.items() if known == save.path or known not in best}
         self._displaced = save.displaced
-        self.best_k_models, self.last_model_path, self.current_score = best, save.path, save.score
+        self.best_k_models = best
+        self.last_model_path = save.path
+        self.current_score = save.score
 
     def _undo(self, save: Save) -> bool:
         """Undo `_add` after a failed save; later checkpoints stay. Returns whether there was anything to undo."""
@@ -440,7 +444,8 @@ class CheckpointHistory(Checkpoint):
             self._forget(save.path, save)
             if self.last_model_path == save.path:
                 self.last_model_path = str(written.path)
-            save.path, save.best = str(written.path), frozenset(self.best_k_models)
+            save.path = str(written.path)
+            save.best = frozenset(self.best_k_models)
         if not main:
             return
         checkpointing.tell_loggers(self)
@@ -481,13 +486,12 @@ class CheckpointHistory(Checkpoint):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         folders = [folder for folder in (state_dict["dirpath"], self.dirpath) if folder is not None]
         self.last_model_path = _find(state_dict["last_model_path"], folders)
-        best, displaced = (
-            {path: score_of(score) for name, score in scores.items() if _may_be_best(path := _find(name, folders))}
-            for scores in (state_dict["best_k_models"], state_dict.get("displaced", {}))
-        )  # those that still exist
+        best = _still_there(state_dict["best_k_models"], folders)
+        displaced = _still_there(state_dict.get("displaced", {}), folders)
         if self.last_model_path and not _may_be_best(self.last_model_path):  # the checkpoint itself, which did not know
             best = {**displaced, **best}
-        self.best_k_models, self._displaced = self._best_with("", None, best), displaced
+        self.best_k_models = self._best_with("", None, best)
+        self._displaced = displaced
         finite = [_find(name, folders) for name in state_dict.get("finite_paths", [state_dict["last_model_path"]])]
         self._finite = tuple(path for path in finite if _may_be_best(path))
         self.current_score = None if state_dict["current_score"] is None else score_of(state_dict["current_score"])
@@ -512,6 +516,12 @@ def _find(name: str, folders: Sequence[str]) -> str:
     if len(there) == 2 and identities[0] and identities[0] == identities[1]:
         return there[1]
     return there[0] if there else ""
+
+
+def _still_there(scores: Mapping[str, Any], folders: Sequence[str]) -> dict[str, Tensor]:
+    """The scores of the checkpoints that still exist, by their paths."""
+    paths = ((_find(name, folders), score) for name, score in scores.items())
+    return {path: score_of(score) for path, score in paths if _may_be_best(path)}
 
 
 def _may_be_best(path: str) -> bool:

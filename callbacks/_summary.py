@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from trainkit.checks import whole_number
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.nested import move
 from trainkit.precision import Precision
 from trainkit.rng import RandomState
@@ -238,9 +238,9 @@ class Summary:
             columns += [("In sizes", [str(s) for s in self.in_sizes]), ("Out sizes", [str(s) for s in self.out_sizes])]
         rest = sum(_elements(parameter, self._whole) for parameter in self._model.parameters(recurse=False))
         if rest and self.max_depth != 0:
-            own = {" ": " ", "Name": LEFTOVER_PARAMS_NAME, "Params": get_human_readable_count(rest)}
+            leftover = {" ": " ", "Name": LEFTOVER_PARAMS_NAME, "Params": get_human_readable_count(rest)}
             for name, cells in columns:
-                cells.append(own.get(name, NOT_APPLICABLE))
+                cells.append(leftover.get(name, NOT_APPLICABLE))
         return columns
 
     def notes(self) -> list[str]:
@@ -251,12 +251,12 @@ class Summary:
         notes = []
         if shared:
             notes.append(
-                f"{counted(shared, 'parameter has', 'parameters have')} another name too and "
+                f"{quantity(shared, 'parameter has', 'parameters have')} another name too and "
                 f"{'counts' if shared == 1 else 'count'} once."
             )
         if lazy:
             notes.append(
-                f"{counted(lazy, 'parameter of a lazy module has', 'parameters of lazy modules have')} no size yet and "
+                f"{quantity(lazy, 'parameter of a lazy module has', 'parameters of lazy modules have')} no size yet and "
                 f"{'counts' if lazy == 1 else 'count'} as 0. For the size, set self.example_input_array to an input of forward."
             )
         return notes
@@ -273,7 +273,7 @@ class Summary:
         device = next((parameter.device for parameter in self._model.parameters()), torch.device("cpu"))
         example = self._precision.convert_input(move(example, device))
         counter = FlopCounterMode(display=False)
-        with _unchanged(self._model, device), torch.no_grad(), self._precision.forward_context(), counter:
+        with _preserve_state(self._model, device), torch.no_grad(), self._precision.forward_context(), counter:
             if isinstance(example, Mapping):
                 self._model(**example)
             elif isinstance(example, tuple | list):
@@ -379,7 +379,7 @@ def _elements(parameter: Tensor, whole: Mapping[int, Tensor]) -> int:
 
 
 @contextmanager
-def _unchanged(module: nn.Module, device: torch.device) -> Iterator[None]:
+def _preserve_state(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Set evaluation mode; restore modes and random state at the end."""
     modes = [(layer, layer.training) for layer in module.modules()]
     generators = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []

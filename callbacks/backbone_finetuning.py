@@ -117,26 +117,26 @@ class BackboneFinetuning(BaseFinetuning):
     def finetune_function(self, pl_module: TrainModule, epoch: int, optimizer: Optimizer) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
         if epoch >= self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is None:
-            given, groups = self.backbone_initial_lr, len(optimizer.param_groups)
-            own = rate * self.backbone_initial_ratio_lr if given is None else given
+            initial_rate, groups = self.backbone_initial_lr, len(optimizer.param_groups)
+            backbone_rate = rate * self.backbone_initial_ratio_lr if initial_rate is None else initial_rate
             self.unfreeze_and_add_param_group(
-                pl_module.backbone, optimizer, own, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
+                pl_module.backbone, optimizer, backbone_rate, initial_denom_lr=self.initial_denom_lr, train_bn=self.train_bn
             )
-            if not self.train_bn:  # which that has unfrozen too, as in Lightning
+            if not self.train_bn:  # As in Lightning, unfreezing has also unfrozen the BatchNorm layers.
                 self.freeze(
                     [part for part in self.flatten_modules(pl_module.backbone) if isinstance(part, BATCH_NORMS)], train_bn=False
                 )
             self._group = groups if len(optimizer.param_groups) > groups else None
         elif self._group is not None and self.previous_backbone_lr is not None:
-            own = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            own = rate if self.should_align and own > rate else own
-            optimizer.param_groups[self._group]["lr"] = own
+            backbone_rate = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            backbone_rate = rate if self.should_align and backbone_rate > rate else backbone_rate
+            optimizer.param_groups[self._group]["lr"] = backbone_rate
         else:
             return
-        self.previous_backbone_lr = own
+        self.previous_backbone_lr = backbone_rate
         if self.verbose:
             digits = self.rounding
-            notice(f"epoch {epoch}: learning rate {round(rate, digits)}, of the backbone {round(own, digits)}.")
+            notice(f"epoch {epoch}: learning rate {round(rate, digits)}, of the backbone {round(backbone_rate, digits)}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr, "group": self._group}

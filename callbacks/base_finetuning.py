@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.callback import Callback
+from trainkit.callbacks._freezing import Freezing, parameters_of
 from trainkit.console import warn
-from trainkit.errors import ConfigurationError, MissingMethodError, OptimizerError
+from trainkit.errors import MissingMethodError, OptimizerError
 from trainkit.optim.parameter_names import clean_paths
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["BATCH_NORMS", "BaseFinetuning", "refuse_sharded_optimizer"]
+__all__ = ["BATCH_NORMS", "BaseFinetuning"]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -29,7 +29,7 @@ Modules = nn.Module | Iterable[Any]
 _PER_GROUP = ("T_mult", "_schedule_phases", "lr_lambdas", "max_lrs")
 
 
-class BaseFinetuning(Callback):
+class BaseFinetuning(Freezing):
     """Base class of callbacks that freeze layers before training, and unfreeze them at the start of later epochs.
 
     A subclass overrides `freeze_before_training` and `finetune_function`. `configure_optimizers` must pass only parameters
@@ -61,7 +61,6 @@ class BaseFinetuning(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._finetuned_epoch = -1  # the last epoch that `finetune_function` was called for
         self._fixed: list[str] = []  # the BatchNorm layers with fixed statistics at the end of the last run
 
     def freeze_before_training(self, pl_module: TrainModule) -> None:
@@ -105,8 +104,8 @@ class BaseFinetuning(Callback):
             requires_grad: Yield trainable parameters; `False`: frozen ones.
         """
         parts = [p for p in BaseFinetuning.flatten_modules(modules) if train_bn or not isinstance(p, BATCH_NORMS)]
-        found = {id(p): p for part in parts for p in _own_parameters(part) if p.requires_grad == requires_grad}
-        yield from found.values()
+        parameters = {id(p): p for part in parts for p in _own_parameters(part) if p.requires_grad == requires_grad}
+        yield from parameters.values()
 
     @staticmethod
     def make_trainable(modules: Modules) -> None:
@@ -149,7 +148,7 @@ class BaseFinetuning(Callback):
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return the parameters that the optimizer does not have."""
-        known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        known = parameters_of([optimizer])
         return [p for p in params if id(p) not in known]
 
     @staticmethod
@@ -185,15 +184,13 @@ class BaseFinetuning(Callback):
             optimizer.add_param_group({"params": new, "lr": rate})
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        refuse_sharded_optimizer(trainer, self)
-        self._finetuned_epoch = -1
-        self.freeze_before_training(module)
+        super().setup(trainer, module, stage)
+        if stage == "fit":
+            self.freeze_before_training(module)
 
     def on_train_epoch_start(self, trainer: Trainer, module: TrainModule) -> None:
         epoch = trainer.current_epoch
-        if epoch == self._finetuned_epoch:
+        if epoch == self._applied:
             return  # the run has resumed in this epoch
         for optimizer in trainer.optimizers:
             before = len(optimizer.param_groups)
@@ -202,7 +199,7 @@ class BaseFinetuning(Callback):
                 self._refuse_schedulers(trainer, optimizer)
                 for scheduler in _schedulers_of(trainer, optimizer):
                     _add_base_rates(scheduler, optimizer)
-        self._finetuned_epoch = epoch
+        self._applied = epoch
 
     def _refuse_schedulers(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Refuse schedulers of the optimizer that do not work with a new parameter group."""
@@ -220,13 +217,12 @@ class BaseFinetuning(Callback):
             self._fixed = _with_fixed_statistics(module)
 
     def state_dict(self) -> dict[str, Any]:
-        # a checkpoint has `requires_grad` and the optimizer's groups anyway
         fixed = self._fixed if self._module is None else _with_fixed_statistics(self._module)
-        return {"epoch": self._finetuned_epoch, "fixed_statistics": fixed}
+        return {"epoch": self._applied, "fixed_statistics": fixed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._finetuned_epoch = int(state_dict["epoch"])
-        for name, norm in _batch_norms(self._attached()).items():
+        self._applied = int(state_dict["epoch"])
+        for name, norm in _batch_norms(self._get_module()).items():
             norm.track_running_stats = name not in state_dict["fixed_statistics"]
 
 
@@ -263,20 +259,5 @@ def _with_fixed_statistics(module: nn.Module) -> list[str]:
 
 def _batch_norms(module: nn.Module) -> dict[str, Any]:
     """The BatchNorm layers by name."""
-    found = {name: part for name, part in module.named_modules() if isinstance(part, BATCH_NORMS)}
-    return {clean: found[name] for name, clean in clean_paths(module, found).items()}
-
-
-def refuse_sharded_optimizer(trainer: Trainer, callback: Callback) -> None:
-    """Refuse a strategy that shards the optimizer state, before training.
-
-    Raises:
-        ConfigurationError: It does: what it has sharded cannot change during a run.
-    """
-    if trainer.strategy.shards_optimizer_state:
-        name = type(trainer.strategy).__name__
-        raise ConfigurationError(
-            f"{type(callback).__name__} changes which parameters are trained during the run, but {name} shards the optimizer "
-            "over the processes before training starts, so the trained parameters must stay the same. Use strategy='ddp'; or "
-            "make two runs, the second with other frozen layers: fit(module, loader, ckpt_path='last', restore={'model'})"
-        )
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, BATCH_NORMS)}
+    return {clean: layers[name] for name, clean in clean_paths(module, layers).items()}

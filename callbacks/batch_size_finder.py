@@ -9,7 +9,7 @@ from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError
 from trainkit.module.overridable_hooks import is_overridden
-from trainkit.tuner.attributes import find_attribute, saved_state, starts_from_checkpoint
+from trainkit.tuner.attributes import find_attribute, read_saved_state, starts_from_checkpoint
 from trainkit.tuner.batch_size import BatchSizeOptions, find_batch_size
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class BatchSizeFinder(Callback):
             mode, steps_per_trial, init_val, max_trials, batch_arg_name, margin, max_val, owner="BatchSizeFinder"
         )
         self.optimal_batch_size: int | None = self._options.init_val
-        self._searches, self._searched = False, False  # in `setup` now; in `setup` of this run
+        self._searches = False  # Whether `setup` is searching now.
+        self._searched = False  # Whether `setup` of this run has searched.
 
     def scale_batch_size(self, trainer: Trainer, pl_module: TrainModule) -> None:
         """Search now, in `setup`; override it to do something before or after.
@@ -106,7 +107,7 @@ class BatchSizeFinder(Callback):
             finally:
                 self._searches = False
             return
-        saved = saved_state(trainer, self)
+        saved = read_saved_state(trainer, self)
         if saved is None:
             warn(
                 "BatchSizeFinder does not search in a fit that starts from a checkpoint, because the size of the batches must "

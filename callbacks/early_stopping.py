@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.callback import Callback
 from trainkit.checks import choice, real_number, whole_number
-from trainkit.console import counted, echo, notice, warn
+from trainkit.console import echo, notice, quantity, warn
 from trainkit.errors import ConfigurationError, MissingMetricError, nearest
 from trainkit.module.monitors import how_to_log, not_logged
 
@@ -186,9 +186,9 @@ class EarlyStopping(Callback):
         self.stopped_epoch = 0
         self.best_score = torch.tensor(math.inf if self.mode == "min" else -math.inf)
         self._set_reason(EarlyStoppingReason.NOT_STOPPED)
-        self._checked = False  # in this run
+        self._checked = False  # Whether the metric was checked in this run.
         self._checked_step = -1  # `global_step` of the last check: values of this step and earlier ones have been used
-        self._validated = False  # in this run, the sanity check not counted
+        self._validated = False  # Whether this run has validated; the sanity check does not count.
         self._at_train_epoch_end = self.check_on_train_epoch_end is True
         self._ran_out = False  # the run of the loaded checkpoint had no patience left
 
@@ -211,7 +211,7 @@ class EarlyStopping(Callback):
         if raised and trainer.should_stop:
             trainer.should_stop = False
             notice(
-                f"EarlyStopping had stopped after {counted(self.wait_count, 'check')} without an improvement of "
+                f"EarlyStopping had stopped after {quantity(self.wait_count, 'check')} without an improvement of "
                 f"{self.monitor}; with patience={self.patience} training continues."
             )
 
@@ -246,7 +246,7 @@ class EarlyStopping(Callback):
         If no optimizer step was made since, which is always so with optimizers that the Trainer does not know, each is new.
         """
         value, last = trainer.callback_metrics.get(self.monitor), self._checked_step
-        is_new = value is not None and (trainer.global_step == last or trainer._run.logged_in(self.monitor) > last)
+        is_new = value is not None and (trainer.global_step == last or trainer._run.find_logged_step(self.monitor) > last)
         world = trainer.strategy.world
         if world.size == 1:
             return value, is_new
@@ -294,7 +294,7 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count < self.patience:
             return reason.NOT_STOPPED, None
-        text = f"{name} has not improved for {counted(self.wait_count, 'check')}. Best value: {best:.6g}. Training stops."
+        text = f"{name} has not improved for {quantity(self.wait_count, 'check')}. Best value: {best:.6g}. Training stops."
         return reason.PATIENCE_EXHAUSTED, text
 
     def _set_reason(self, reason: EarlyStoppingReason, message: str | None = None) -> None:

@@ -63,7 +63,8 @@ class ExponentialMovingAverage(WeightAveraging):
         for argument, value in (("step", update_starting_at_step), ("epoch", update_starting_at_epoch)):
             if value is not None:
                 whole_number(value, f"{name}(update_starting_at_{argument}=)", 0)
-        self.decay, self.warmup = decay, warmup
+        self.decay = decay
+        self.warmup = warmup
         self.update_every_n_steps = update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch

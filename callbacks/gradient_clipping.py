@@ -89,7 +89,8 @@ class GradientClipping(Callback):
             )
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        due = trainer.should_log or trainer.strategy.lazy_tensors  # with lazy tensors, logging in some steps adds a graph
+        # With lazy tensors, logging in only some steps would add a graph.
+        due = trainer.should_log or trainer.strategy.lazy_tensors
         before = self._norm(trainer, optimizer) if self._measures and self.log_norm and due else None
         clipped = self._clip(trainer, module, optimizer)
         norm = clipped if before is None else before

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.callback import Callback
 from trainkit.errors import ConfigurationError, HookError, UnknownNameError, nearest
-from trainkit.module.hook_names import HOOKS
+from trainkit.module.hook_table import HOOKS
 
 __all__ = ["LambdaCallback"]
 

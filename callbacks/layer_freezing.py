@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.callback import Callback
-from trainkit.callbacks.base_finetuning import refuse_sharded_optimizer
+from trainkit.callbacks._freezing import Freezing, parameters_of
 from trainkit.checks import choice, is_whole
-from trainkit.console import shortened
+from trainkit.console import join_names
 from trainkit.errors import ConfigurationError, ModuleError, OptimizerError, nearest
 from trainkit.optim.parameter_names import parameter_names
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["LayerFreezing"]
 
 
-class LayerFreezing(Callback):
+class LayerFreezing(Freezing):
     """Freezes and unfreezes layers by a schedule of names: from an epoch or an optimizer step on, only these are trained.
 
     `configure_optimizers` passes all parameters to the optimizer, in any groups; a frozen parameter has no gradient, so the
@@ -58,21 +57,17 @@ class LayerFreezing(Callback):
         choice(interval, "LayerFreezing(interval=)", ("epoch", "step"))
         self.schedule = {key: list(schedule[key]) for key in sorted(schedule)}
         self.interval = interval
-        self._applied: int | None = None  # the key whose parameters are trained now
         self._trained: dict[int, set[str]] = {}  # key → the names of the parameters
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        refuse_sharded_optimizer(trainer, self)
-        if self.interval == "step" and not module.automatic_optimization:
+        super().setup(trainer, module, stage)
+        if stage == "fit" and self.interval == "step" and not module.automatic_optimization:
             raise ConfigurationError(
                 "LayerFreezing(interval='step') needs automatic optimization. Count epochs, interval='epoch', or set "
                 "requires_grad in training_step, before the forward."
             )
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._applied = None
         names = list(parameter_names([module]).parameters)
         self._trained = {key: _matches(patterns, names, module) for key, patterns in self.schedule.items()}
         self._check_optimizers(trainer, module)
@@ -95,12 +90,12 @@ class LayerFreezing(Callback):
             parameter.requires_grad = name in trained
 
     def _check_optimizers(self, trainer: Trainer, module: TrainModule) -> None:
-        known = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
-        wanted = set().union(*self._trained.values())
+        known = parameters_of(trainer.optimizers)
+        trained = set().union(*self._trained.values())
         parameters = parameter_names([module]).parameters
-        missing = [name for name, parameter in parameters.items() if name in wanted and id(parameter) not in known]
+        missing = [name for name, parameter in parameters.items() if name in trained and id(parameter) not in known]
         if missing and trainer.optimizers:
-            shown = shortened(missing)
+            shown = join_names(missing)
             raise OptimizerError(
                 f"LayerFreezing trains parameters that no optimizer has: {shown}. Pass all parameters in configure_optimizers, "
                 "also those that are frozen at the start: torch.optim.AdamW(self.parameters(), lr=1e-3)"
@@ -120,14 +115,14 @@ def _check_schedule(schedule: Any) -> None:
 
 def _matches(patterns: Sequence[str], names: Sequence[str], module: nn.Module) -> set[str]:
     """The names of the parameters that are meant by a list of names and patterns."""
-    found: set[str] = set()
+    matches: set[str] = set()
     for pattern in patterns:
-        own = {name for name in names if name.startswith(f"{pattern}.") or name == pattern or fnmatchcase(name, pattern)}
-        if not own:
+        matching = {name for name in names if name.startswith(f"{pattern}.") or name == pattern or fnmatchcase(name, pattern)}
+        if not matching:
             parts = [part for name in names for part in (name, name.rpartition(".")[0])]
             raise ModuleError(
                 f"LayerFreezing: {pattern!r} matches no parameter of {type(module).__name__}.{nearest(pattern, parts)} "
                 "To list the names: [name for name, _ in module.named_parameters()]"
             )
-        found |= own
-    return found
+        matches |= matching
+    return matches

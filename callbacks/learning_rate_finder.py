@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.module.overridable_hooks import is_overridden
-from trainkit.tuner.attributes import find_attribute, saved_state, starts_from_checkpoint
-from trainkit.tuner.group_rates import rates_of, same_rate
-from trainkit.tuner.range_test import RangeTest, RangeTestOptions, find_learning_rate
+from trainkit.tuner.attributes import find_attribute, read_saved_state, starts_from_checkpoint
+from trainkit.tuner.range_test import RangeTest, RangeTestOptions, find_learning_rate, rates_of, same_rate
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -110,14 +109,15 @@ class LearningRateFinder(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._epoch, self._expected = -1, []
+        self._epoch = -1
+        self._expected = []
         if not starts_from_checkpoint(trainer):
-            if not self._postponed:
+            if not self._is_postponed:
                 self.lr_find(trainer, module)
             return
-        saved = saved_state(trainer, self)
+        saved = read_saved_state(trainer, self)
         if saved is None:
-            if not self._postponed:
+            if not self._is_postponed:
                 warn(
                     "LearningRateFinder does not search in a run that starts from a checkpoint, because parameters are "
                     "restored after it. To search for trained parameters: module = MyModule.load_from_checkpoint(path), then "
@@ -131,13 +131,13 @@ class LearningRateFinder(Callback):
 
     def on_fit_start(self, trainer: Trainer, module: TrainModule) -> None:
         """Search, if a subclass overrides this hook and calls it. Otherwise `setup` has done it: check the learning rates."""
-        if self._postponed:
+        if self._is_postponed:
             if not starts_from_checkpoint(trainer):
                 self.lr_find(trainer, module)
             return
         rates = rates_of(trainer.optimizers[0]) if trainer.optimizers else []
         if not all(map(same_rate, rates, self._expected)):
-            shown = (", ".join(f"{rate:.4g}" for rate in found) for found in (self._expected, rates))
+            shown = (", ".join(f"{rate:.4g}" for rate in values) for values in (self._expected, rates))
             warn(
                 "LearningRateFinder: in the search configure_optimizers made the learning rates {} of the one found, but for "
                 "this run it made {}. Expected the rates that were tested: something that it uses has changed since, such as "
@@ -146,7 +146,7 @@ class LearningRateFinder(Callback):
             )
 
     @property
-    def _postponed(self) -> bool:
+    def _is_postponed(self) -> bool:
         """Whether a subclass decides when to search, by overriding the hook that Lightning searches in."""
         return is_overridden(self, "on_fit_start", LearningRateFinder)
 

@@ -58,8 +58,8 @@ class LearningRateMonitor(Callback):
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
-        self._names: dict[int, list[str]] = {}  # by id of the optimizer, one name per parameter group
-        self._bases: dict[int, str] = {}  # by id of the optimizer
+        self._names: dict[int, list[str]] = {}  # Id of an optimizer → one name per parameter group.
+        self._bases: dict[int, str] = {}  # Id of an optimizer → its name.
         self._intervals: dict[int, str] = {}
         self._first_steps: set[int] = set()  # optimizers whose first step of a short epoch is to be logged, by id
 
@@ -91,8 +91,8 @@ class LearningRateMonitor(Callback):
         self._intervals.clear()
         for index, (optimizer, base) in enumerate(zip(trainer.optimizers, _number_names(bases), strict=True)):
             self._bases[id(optimizer)], self._names[id(optimizer)] = base, _group_names(optimizer, base)
-            own = configs[index].interval if index in configs else "step"
-            self._intervals[id(optimizer)] = self.logging_interval or own
+            interval = configs[index].interval if index in configs else "step"
+            self._intervals[id(optimizer)] = self.logging_interval or interval
         self.lrs = {name: [] for name in self.lr_names}
         self.last_momentum_values = {f"{name}-momentum": None for name in self.lr_names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in self.lr_names}

@@ -99,7 +99,7 @@ def _combine(memories: Iterable[Memory | None], operation: Callable[[Iterable[in
 class _OpenStage:
     start: int
     peak: int
-    counter_peak: int  # at its start
+    counter_peak: int  # The counter's peak when the stage began.
 
 
 class Gauge:
@@ -113,7 +113,9 @@ class Gauge:
 
     def __init__(self, read: Callable[[], tuple[int, int]], reset: Callable[[], object], bound: str = "") -> None:
         self.open: dict[str, _OpenStage] = {}
-        self._read, self._reset, self._bound = read, reset, bound
+        self._read = read
+        self._reset = reset
+        self._bound = bound
         self._resets = True
 
     def begin(self, stage: str) -> None:
@@ -208,10 +210,11 @@ class MemoryMonitor(Callback):
     def __init__(self, logging_interval: str | None = None, verbose: bool = True) -> None:
         super().__init__()
         choice(logging_interval, "MemoryMonitor(logging_interval=)", ("step", "epoch"), optional=True)
-        self.logging_interval, self.verbose = logging_interval, verbose
+        self.logging_interval = logging_interval
+        self.verbose = verbose
         self.stages: dict[str, StageMemory] = {}
         self.history: list[StageMemory] = []
-        self._gauges: dict[str, Gauge] = {}  # of what is measured: "host", "device"
+        self._gauges: dict[str, Gauge] = {}  # "host" or "device" → its gauge.
         self._reported: set[str] = set()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:

@@ -29,6 +29,7 @@ from trainkit.callbacks._checkpoint_history import (
     names_in,
     score_of,
 )
+from trainkit.checkpoint.checksum import check_checksum
 from trainkit.checks import choice, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, Preempted, nearest
@@ -87,6 +88,8 @@ class ModelCheckpoint(CheckpointHistory):
         keep_last: Number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best.
         save: `"all"` of the model, or `"trainable"`: trained parameters, buffers and a fingerprint of the others. None:
             `"trainable"` for a model with PEFT adapters.
+        checksum: How its files are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone replaces.
+            None: `Trainer(checksum=)`.
 
     Attributes:
         best_k_models: Path → value of `monitor` of the `save_top_k` best checkpoints, the best first; scalar tensors.
@@ -129,10 +132,12 @@ class ModelCheckpoint(CheckpointHistory):
         enable_version_counter: bool = True,
         keep_last: int = 2,
         save: Literal["all", "trainable"] | None = None,
+        checksum: str | None = None,
     ) -> None:
         super().__init__()
         choice(mode, "ModelCheckpoint(mode=)", ("min", "max"))
         choice(save, "ModelCheckpoint(save=)", ("all", "trainable"), optional=True)
+        check_checksum(checksum, "ModelCheckpoint(checksum=)", optional=True)
         every_n_train_steps = whole_number(every_n_train_steps, "ModelCheckpoint(every_n_train_steps=)", 0, optional=True)
         every_n_epochs = whole_number(every_n_epochs, "ModelCheckpoint(every_n_epochs=)", 0, optional=True)
         check_folder(dirpath)
@@ -157,6 +162,7 @@ class ModelCheckpoint(CheckpointHistory):
         self.enable_version_counter = enable_version_counter
         self.keep_last = keep_last
         self.save = save
+        self.checksum = checksum
 
         self._default_dirpath = dirpath is None
         self._default_triggers = nothing_given
@@ -167,7 +173,8 @@ class ModelCheckpoint(CheckpointHistory):
         self._saved: tuple[Any, ...] | None = None  # position of the newest checkpoint
         self._postponed: str | None = None  # why a save is due at the end of the epoch
         self._epoch = 0  # the last one that began
-        self._begun = self._validates = self._validated = self._epoch_ended = False  # in this fit, without the sanity check
+        # These count from the start of this fit, without the sanity check.
+        self._begun = self._validates = self._validated = self._epoch_ended = False
         self._at_train_epoch_end = self._decided = False
         self._content = self.save
         self._reported: set[str] = set()
@@ -186,26 +193,26 @@ class ModelCheckpoint(CheckpointHistory):
         check_constants(self)
         self._start_over()  # each fit is a new run; a resumed one loads its state after this
         same = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
-        if any(one is not self and one.given_dirpath == self.given_dirpath for one in same):
+        if any(one is not self and one.user_dirpath == self.user_dirpath for one in same):
             raise ConfigurationError(
-                f"two callbacks are {self.state_key} and save to {self.given_dirpath or 'the folder of the run'}: each would "
+                f"two callbacks are {self.state_key} and save to {self.user_dirpath or 'the folder of the run'}: each would "
                 "delete checkpoints of the other. Fix: give one of them another dirpath, monitor or every_n_train_steps"
             )
-        if self._default_dirpath:  # in a fast_dev_run nothing is saved, but a script may build a path from dirpath
+        if self._default_dirpath:  # A fast_dev_run saves nothing, but a script may build a path from dirpath.
             self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints") if trainer.fast_dev_run else None
         if trainer.fast_dev_run:
             return
         if self.dirpath is None:
-            trainer._save_policy.places.use_of_run(self._use_folder)
+            trainer._save_policy.save_folders.use_of_run(self._use_folder)
         else:
             trainer._save_policy.use_folder(Path(self.dirpath))
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
         self._epoch = trainer.current_epoch
         self._validates = any(count > 0 for count in trainer.num_val_batches)
-        wanted = self.save_on_train_epoch_end
-        self._at_train_epoch_end = not self._validates or (self.monitor in (None, *COUNTERS) if wanted is None else wanted)
-        self._decided = wanted is not None or self._at_train_epoch_end
+        at_end = self.save_on_train_epoch_end
+        self._at_train_epoch_end = not self._validates or (self.monitor in (None, *COUNTERS) if at_end is None else at_end)
+        self._decided = at_end is not None or self._at_train_epoch_end
         if trainer.fast_dev_run:
             return
         if self.save is None and has_adapters(module):
@@ -215,7 +222,9 @@ class ModelCheckpoint(CheckpointHistory):
                 "others. To save all of them: ModelCheckpoint(save='all')"
             )
         checkpointing = trainer._save_policy
-        self._begun, self._saved = True, checkpointing.position  # nothing has changed yet
+        self._begun = True
+        self._saved = checkpointing.position  # Nothing has changed yet.
+        checkpointing.reserve(weights_only=self.save_weights_only, save=self._content)
         if self.every_n_train_steps:
             checkpointing.safe_points.every_n_steps(self.every_n_train_steps, partial(self._due, trainer, "steps"))
         if self.train_time_interval is not None:
@@ -325,12 +334,13 @@ class ModelCheckpoint(CheckpointHistory):
                 metrics={metric: value for metric, (value, present) in values.items() if present},
                 replace=replace,
                 blocking=why in _ENDINGS,
-                before_capture=partial(self._added, save),
+                checksum=self.checksum,
+                before_capture=partial(self._on_commit, save),
                 committed=partial(self._complete, save, checkpointing, trainer.is_global_zero),
-                failed=partial(self._failed, save),
+                failed=partial(self._on_failure, save),
             )
         except BaseException:
-            self._failed(save)
+            self._on_failure(save)
             raise
         if self.verbose and save.path:
             score, best = save.score, self.best_model_score
@@ -345,11 +355,11 @@ class ModelCheckpoint(CheckpointHistory):
             values.setdefault(self.monitor, (float(self._epoch if self.monitor == "epoch" else trainer.global_step), True))
         return values
 
-    def _added(self, save: Save, path: Path) -> None:
+    def _on_commit(self, save: Save, path: Path) -> None:
         self._add(save, path)
         self._saved = save.position
 
-    def _failed(self, save: Save, *_: Exception) -> None:
+    def _on_failure(self, save: Save, *_: Exception) -> None:
         if self._undo(save) and self._saved == save.position:
             self._saved = None  # the next save tries again
 
@@ -397,7 +407,7 @@ class ModelCheckpoint(CheckpointHistory):
         """Whether a name with these values would lack one, have that of an earlier step, or name another than the best."""
         unknown = [name for name in used if name not in known]
         if unknown and (why in _ENDINGS or not self._all_logged):
-            if why != "exception" or not self._all_logged:  # else the error itself may be that it is missing
+            if why != "exception" or not self._all_logged:  # The exception itself may be that a metric is missing.
                 self._notice_once(default_name(unknown, self._all_logged, self._validates))
             return True
         if used:

@@ -30,7 +30,7 @@ __all__ = ["ModelPruning"]
 
 Pairs = Sequence[tuple[nn.Module, str]]
 
-_PRUNED = "pruned_parameters"  # where a checkpoint has `<name>_orig` and `<name>_mask`
+_PRUNED = "pruned_parameters"  # The key of `<name>_orig` and `<name>_mask` in a checkpoint.
 
 # Name → the function for one parameter, and the method for all of them together.
 _METHODS: dict[str, tuple[Callable[..., Any], Any]] = {
@@ -114,13 +114,17 @@ class ModelPruning(Callback):
         if verbose not in (0, 1, 2):
             raise ConfigurationError(f"ModelPruning(verbose=) must be 0, 1 or 2, not {verbose!r}. For example: verbose=1")
         self._prune = _pruning(pruning_fn, use_global_unstructured, pruning_dim, pruning_norm)
-        self.pruning_fn, self.amount = pruning_fn, amount
+        self.pruning_fn = pruning_fn
+        self.amount = amount
         self._given, self._names = parameters_to_prune, tuple(parameter_names or self.PARAMETER_NAMES)
-        self._applies, self._permanent = apply_pruning, make_pruning_permanent
-        self._resets, self._resamples = use_lottery_ticket_hypothesis, resample_parameters
-        self._verbose, self._at_epoch_end = verbose, prune_on_train_epoch_end
+        self._applies = apply_pruning
+        self._permanent = make_pruning_permanent
+        self._resets = use_lottery_ticket_hypothesis
+        self._resamples = resample_parameters
+        self._verbose = verbose
+        self._at_epoch_end = prune_on_train_epoch_end
         self._pairs: dict[str, tuple[nn.Module, str]] = {}  # name in the module → layer and attribute
-        self._plain: set[str] = set()  # those names that the module did not prune itself
+        self._plain: set[str] = set()  # Names of the parameters that the module did not prune itself.
         self._originals: dict[str, Tensor] = {}  # name → value at the start of training
         self._fresh: dict[int, nn.Module] = {}  # id of a layer → a copy whose parameters can be reset
         self._last: list[int] = []  # epoch and optimizer step of the last pruning
@@ -186,7 +190,8 @@ class ModelPruning(Callback):
                 f"ModelPruning and {type(averages[0]).__name__} cannot be combined: a checkpoint would not contain the "
                 "averages of pruned parameters. Keep one of them."
             )
-        self._originals, self._last = {}, []
+        self._originals = {}
+        self._last = []
         layers = [layer for layer in module.modules() if hasattr(layer, "reset_parameters")] if self._resamples else []
         self._fresh = {id(layer): copy.deepcopy(layer) for layer in layers}
 
@@ -194,19 +199,19 @@ class ModelPruning(Callback):
         """Save the pruned parameters under their own names, and what a resumed run needs in addition."""
         saved, kept = dict(checkpoint["state_dict"]), dict[str, Tensor]()
         names_of: dict[int, list[str]] = defaultdict(list)  # a tied parameter is stored under one of its names
-        for name in [name for name in self._pairs if name in self._plain]:  # in the same order on all ranks
+        for name in [name for name in self._pairs if name in self._plain]:  # All ranks have the same order.
             names_of[id(_original(*self._pairs[name]))].append(name)
         uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
         for key, names in names_of.items():
             if uses[key] == len(names):  # otherwise it is tied to one that is not pruned
-                kept |= _made_plain(saved, names)
+                kept |= _make_plain(saved, names)
         checkpoint["state_dict"] = saved
         if kept and checkpoint["callbacks"]:  # it is not a checkpoint of weights only
             checkpoint[_PRUNED] = kept
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        saved, found = checkpoint["state_dict"], checkpoint.get(_PRUNED)
-        kept = {n: t for n, t in found.items() if isinstance(t, Tensor)} if isinstance(found, Mapping) else {}
+        saved, pruned = checkpoint["state_dict"], checkpoint.get(_PRUNED)
+        kept = {n: t for n, t in pruned.items() if isinstance(t, Tensor)} if isinstance(pruned, Mapping) else {}
         for name, (layer, attribute) in self._parameter_slots(module).items():
             original, mask, masked = f"{name}_orig", f"{name}_mask", hasattr(layer, f"{attribute}_mask")
             if trainer.stage == "fit" and not masked and (mask in saved or mask in kept):
@@ -278,7 +283,7 @@ class ModelPruning(Callback):
     def _report(self, epoch: int, before: dict[str, tuple[int, int]]) -> None:
         after = self._count_pruned()
         total = sum(number for _, number in after.values())
-        first, second = (sum(number for number, _ in found.values()) for found in (before, after))
+        first, second = (sum(number for number, _ in counts.values()) for counts in (before, after))
         notice(f"epoch {epoch}: ModelPruning: {first} → {second} of {total} elements are zero ({second / total:.1%}).")
         for name, (number, whole) in after.items() if self._verbose == 2 else ():
             notice(f"  {name}: {before[name][0]} → {number} of {whole}")
@@ -308,7 +313,7 @@ def _original(layer: nn.Module, name: str) -> Any:
 
 
 @torch.no_grad()
-def _made_plain(saved: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+def _make_plain(saved: dict[str, Tensor], names: list[str]) -> dict[str, Tensor]:
     """Replace the original and the masks of one parameter, which may have several names, by the product; returns them."""
     stored = [saved[f"{name}_orig"] for name in names if f"{name}_orig" in saved]
     masks = {f"{name}_mask": saved[f"{name}_mask"] for name in names if f"{name}_mask" in saved}
@@ -328,29 +333,31 @@ def _all_pairs(module: nn.Module, names: Sequence[str]) -> Pairs:
 
 
 def _pruning(
-    given: Any, together: bool, dim: int | None, norm: float | None
+    function: Any, together: bool, dim: int | None, norm: float | None
 ) -> Callable[[list[tuple[nn.Module, str]], float], None]:
     """A function of the parameters and the amount that prunes them."""
     options: dict[str, Any] = {}
-    if isinstance(given, str):
-        choice(given, "ModelPruning(pruning_fn)", tuple(_METHODS))
-        if given.endswith("_structured"):
-            options = {"dim": dim, **({"n": norm} if given == "ln_structured" else {})}
+    if isinstance(function, str):
+        choice(function, "ModelPruning(pruning_fn)", tuple(_METHODS))
+        if function.endswith("_structured"):
+            options = {"dim": dim, **({"n": norm} if function == "ln_structured" else {})}
             missing = [
                 f"pruning_{name}=..." for name, value in zip(("dim", "norm"), options.values(), strict=False) if value is None
             ]
             if missing:
-                raise ConfigurationError(f"ModelPruning({given!r}) needs {' and '.join(missing)}. For example: pruning_dim=0")
-        one, method = _METHODS[given]
-    elif inspect.isclass(given) and issubclass(given, prune.BasePruningMethod):
-        one, method = None, given
+                raise ConfigurationError(
+                    f"ModelPruning({function!r}) needs {' and '.join(missing)}. For example: pruning_dim=0"
+                )
+        one, method = _METHODS[function]
+    elif inspect.isclass(function) and issubclass(function, prune.BasePruningMethod):
+        one, method = None, function
     else:
         raise ConfigurationError(
             f"ModelPruning(pruning_fn) must be one of {', '.join(_METHODS)}, or a subclass of BasePruningMethod, not "
-            f"{given!r}. For example: ModelPruning('l1_unstructured')"
+            f"{function!r}. For example: ModelPruning('l1_unstructured')"
         )
     if together and method.PRUNING_TYPE != "unstructured":
-        raise ConfigurationError(f"ModelPruning({given!r}) is not unstructured. Add: use_global_unstructured=False")
+        raise ConfigurationError(f"ModelPruning({function!r}) is not unstructured. Add: use_global_unstructured=False")
     if together:
         return partial(_prune_together, method, "amount" in inspect.signature(method).parameters)
     if one is None:

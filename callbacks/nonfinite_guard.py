@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._to_host import copy_to_host
 from trainkit.checks import choice, whole_number
-from trainkit.console import counted, warn
+from trainkit.console import quantity, warn
 from trainkit.errors import ConfigurationError, NonFiniteError
+from trainkit.nested import copy_to_host
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -31,7 +31,7 @@ class _Findings(NamedTuple):
     finite: Tensor  # scalar bool, valid after `ready`
     ready: Any  # an event of the device, or None if `finite` can be read directly
     loss_finite: Tensor | None
-    largest: Tensor | None  # per parameter, the largest absolute value of its gradient
+    largest: Tensor | None  # The largest absolute gradient value of each parameter.
     names: list[str]
 
 
@@ -201,12 +201,12 @@ class NonFiniteGuard(Callback):
         described = _describe_all(self._update, world.exchange(_causes(findings)))
         if self.max_consecutive is not None and too_many:
             raise NonFiniteError(
-                f"NonFiniteGuard skipped {counted(self.consecutive_skips, 'optimizer step')} in a row "
+                f"NonFiniteGuard skipped {quantity(self.consecutive_skips, 'optimizer step')} in a row "
                 f"(max_consecutive={self.max_consecutive}). The last: {described} Fix: lower the learning rate, check the "
                 f"data, or raise the limit, NonFiniteGuard(action='skip', max_consecutive={2 * self.max_consecutive})"
             )
         warn(
-            f"NonFiniteGuard skipped {counted(self.consecutive_skips, 'optimizer step')} in a row, {self.skipped_updates} in "
+            f"NonFiniteGuard skipped {quantity(self.consecutive_skips, 'optimizer step')} in a row, {self.skipped_updates} in "
             f"all. The last: {described}"
         )
 
@@ -245,7 +245,7 @@ def _causes(findings: _Findings | None) -> str:
         if bad:
             more = f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else ""
             causes.append(
-                f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {counted(len(findings.names), 'parameter')})"
+                f"the gradient of {', '.join(bad[:_NAMED])}{more} ({len(bad)} of {quantity(len(findings.names), 'parameter')})"
             )
     return "; ".join(causes)
 

@@ -107,7 +107,7 @@ class PredictionWriter(BasePredictionWriter):
             return
         number = number_of(trainer, batch_idx)
         folder = self._folder(trainer, dataloader_idx)
-        named = _named_tensors(prediction)
+        named = _name_tensors(prediction)
         if named is None:
             self._write_lines(folder / f"rank-{trainer.global_rank}.jsonl", [(number, batch_indices, prediction)])
         else:
@@ -127,7 +127,7 @@ class PredictionWriter(BasePredictionWriter):
         for loader, (outputs, indices) in enumerate(zip(by_loader, batch_indices, strict=True)):
             stem = self._folder(trainer, loader) / ("predictions" if self.once else f"rank-{first}")
             numbers = range(first, first + len(outputs) * ranks, ranks)
-            batches = [_named_tensors(prediction) for prediction in outputs]
+            batches = [_name_tensors(prediction) for prediction in outputs]
             if outputs and all(named is not None for named in batches):
                 named = [_with_indices(named or {}, chosen) for named, chosen in zip(batches, indices, strict=True)]
                 _write_tensors(stem.with_suffix(".safetensors"), _join_columns(named, numbers))
@@ -138,15 +138,15 @@ class PredictionWriter(BasePredictionWriter):
 
     def on_predict_start(self, trainer: Trainer, module: TrainModule) -> None:
         super().on_predict_start(trainer, module)
-        own = type(self)
-        writes = ("batch" in self.write_interval and own.write_on_batch_end is PredictionWriter.write_on_batch_end) or (
-            "epoch" in self.write_interval and own.write_on_epoch_end is PredictionWriter.write_on_epoch_end
+        kind = type(self)
+        writes = ("batch" in self.write_interval and kind.write_on_batch_end is PredictionWriter.write_on_batch_end) or (
+            "epoch" in self.write_interval and kind.write_on_epoch_end is PredictionWriter.write_on_epoch_end
         )
         if not writes:
             return
         if self.output_dir is None:
             raise ConfigurationError(
-                f"{own.__name__} has no folder to write to. Fix: {own.__name__}(output_dir='predictions'), or define "
+                f"{kind.__name__} has no folder to write to. Fix: {kind.__name__}(output_dir='predictions'), or define "
                 "write_on_batch_end or write_on_epoch_end"
             )
         folder = Path(self.output_dir)
@@ -154,8 +154,8 @@ class PredictionWriter(BasePredictionWriter):
         problem = trainer.strategy.world.from_main(earlier[:1])  # before any process writes
         if problem:
             raise ConfigurationError(
-                f"{own.__name__}: {folder} already contains predictions ({problem[0]}), and would mix them with the new ones. "
-                f"Fix: remove them, or write to another folder, {own.__name__}(output_dir='predictions-2')"
+                f"{kind.__name__}: {folder} already contains predictions ({problem[0]}), and would mix them with the new ones. "
+                f"Fix: remove them, or write to another folder, {kind.__name__}(output_dir='predictions-2')"
             )
 
     def on_predict_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
@@ -200,7 +200,7 @@ def _gather_on_main(trainer: Trainer, by_loader: list[list[Any]]) -> list[list[A
     return gathered
 
 
-def _named_tensors(value: Any) -> dict[str, Tensor] | None:
+def _name_tensors(value: Any) -> dict[str, Tensor] | None:
     """The tensors of a prediction by name; `None` if it contains anything else."""
     if isinstance(value, Tensor):
         return {"prediction": value}
@@ -246,8 +246,8 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")  # a reader sees the whole file or none
     try:
-        own = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        save_file(own, temporary)
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        save_file(copies, temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

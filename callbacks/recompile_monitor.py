@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainkit.callback import Callback
 from trainkit.checks import whole_number
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -79,9 +79,9 @@ class Change(NamedTuple):
 class _Step(NamedTuple):
     """The visible inputs of a step that determine which graph it needs."""
 
-    shapes: Inputs  # of the batch
-    place: tuple[bool, bool, bool]  # in its accumulation window
-    log: bool  # at a log boundary
+    shapes: Inputs  # The shapes of the batch.
+    place: tuple[bool, bool, bool]  # The place in the accumulation window.
+    log: bool  # Whether the step is at a log boundary.
     begun: bool  # the optimizer has state
     state: int  # number of the state of modules and optimizers
 
@@ -127,9 +127,9 @@ class RecompileMonitor(Callback):
         self.counts: Counter[str] = Counter()
         self.unexpected = self._warned = self._first_step = self._state = 0
         self._reported: set[str] = set()  # causes, fields of steps, and other things that are reported once
-        self._steps: dict[_Step, None] = {}  # one of each kind
+        self._steps: dict[_Step, None] = {}  # A set in the order of insertion.
         self._evaluated: dict[Inputs, None] = {}  # shapes of batches
-        self._states: dict[Inputs, int] = {}  # with their numbers
+        self._states: dict[Inputs, int] = {}  # Inputs → their number.
         self._late = False  # warm-up is over
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -162,7 +162,7 @@ class RecompileMonitor(Callback):
         if self._total is None:
             return
         hints = Counter(trainer.strategy.compilation_hints()) - self._hints
-        if not module.automatic_optimization or self._step.place[2]:  # where a step usually has more than one graph
+        if not module.automatic_optimization or self._step.place[2]:  # Such a step usually has more than one graph.
             del hints["graphs"]
         if number := self._count_new(trainer):
             changes = self._new_state(trainer, module)
@@ -192,7 +192,7 @@ class RecompileMonitor(Callback):
         self._evaluated[shapes] = None
 
     def on_validation_end(self, trainer: Trainer, module: TrainModule) -> None:
-        self._count("evaluation", self._count_new(trainer))  # at its end, such as its metrics
+        self._count("evaluation", self._count_new(trainer))  # The end of an evaluation compiles too, for example its metrics.
         number = self.counts["evaluation"]
         if self._total is not None and not trainer.sanity_checking and self._is_first("evaluation") and number:
             notice(f"RecompileMonitor: {_graphs(number)} compiled for the first evaluation, as expected.")
@@ -282,7 +282,7 @@ class RecompileMonitor(Callback):
 
 
 def _graphs(number: int) -> str:
-    return counted(number, "graph was", "graphs were")
+    return quantity(number, "graph was", "graphs were")
 
 
 def _cause(changes: Sequence[Change], hints: Counter[str], batch: Any) -> tuple[str, str]:

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainkit.callback import Callback
-from trainkit.callbacks._to_host import copy_to_host
 from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import warn
 from trainkit.errors import LossError, TrainingSpikeException
 from trainkit.loggers.log_folder import replace_file
+from trainkit.nested import copy_to_host
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -95,7 +95,8 @@ class SpikeDetection(Callback):
         self.warmup = whole_number(warmup, "SpikeDetection(warmup=)", 0)
         self.atol = real_number(atol, "SpikeDetection(atol=)", least=0, optional=True)
         self.rtol = real_number(rtol, "SpikeDetection(rtol=)", least=0, optional=True)
-        self.exclude_batches_path, self.finite_only = exclude_batches_path, finite_only
+        self.exclude_batches_path = exclude_batches_path
+        self.finite_only = finite_only
         self.bad_batches: list[int] = []
         self._recent: deque[float] = deque(maxlen=self.window)
         self._seen = 0
@@ -107,7 +108,10 @@ class SpikeDetection(Callback):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage == "fit":
             self._recent.clear()
-            self._pending, self._due, self._seen, self._found = [], 0, 0, None
+            self._pending = []
+            self._due = 0
+            self._seen = 0
+            self._found = None
 
     def on_train_batch_end(self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
@@ -123,7 +127,7 @@ class SpikeDetection(Callback):
             self._due = len(self._pending)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        self._judge(trainer, self._due)  # those of this window may still be computed
+        self._judge(trainer, self._due)  # The losses of the current window may still be computed.
 
     def on_train_end(self, trainer: Trainer, module: TrainModule) -> None:
         self.check_now(trainer)
@@ -213,5 +217,5 @@ class SpikeDetection(Callback):
 
 def _read(loss: _Loss) -> float:
     if loss.ready is not None:
-        loss.ready.synchronize()  # of the window before: the forward and backward of a whole window are queued after it
+        loss.ready.synchronize()  # This loss is one window old: the forward and backward of a whole window are queued after it.
     return float(loss.value)

@@ -16,7 +16,7 @@ from trainkit.checks import choice, function, real_number, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError
 from trainkit.metrics.metric_objects import capture_objects, restore_objects
-from trainkit.module.hook_checks import accepts
+from trainkit.module.hook_table import accepts
 from trainkit.optim.optimizer_config import SchedulerConfig
 from trainkit.optim.parameter_names import clean_paths
 
@@ -95,8 +95,10 @@ class StochasticWeightAveraging(AveragedWeights):
             whole_number(swa_epoch_start, f"{_NAME}(swa_epoch_start=)", 1)
         whole_number(annealing_epochs, f"{_NAME}(annealing_epochs=)", 0)
         choice(annealing_strategy, f"{_NAME}(annealing_strategy=)", ("cos", "linear"))
-        self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
-        self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
+        self.swa_lrs = swa_lrs
+        self.swa_epoch_start = swa_epoch_start
+        self.annealing_epochs = annealing_epochs
+        self.annealing_strategy = annealing_strategy
         self.avg_fn = function(avg_fn, f"{_NAME}(avg_fn=)", "lambda average, value, number: (average + value) / 2")
 
     def _forget(self) -> None:
@@ -177,7 +179,7 @@ class StochasticWeightAveraging(AveragedWeights):
             if layers:
                 self._recompute_statistics(trainer, module, layers)
         except BaseException:
-            self._hide()  # so that a save on this error has the trained weights
+            self._hide()  # A save on this error must have the trained weights.
             raise
         trainer._save_policy.weights_replaced()
 
@@ -189,7 +191,8 @@ class StochasticWeightAveraging(AveragedWeights):
         notice(f"{_NAME}: the training data is read once more to compute the statistics of BatchNorm.")
         buffers = _buffers_of(module, layers)
         self._buffers |= buffers
-        self._trained |= {name: self._value(name).clone() for name in buffers}  # of the trained weights
+        # These are the statistics of the trained weights.
+        self._trained |= {name: self._value(name).clone() for name in buffers}
         momenta = [(layer, layer.momentum) for layer in layers]
         for layer in layers:
             layer.reset_running_stats()
@@ -209,21 +212,21 @@ class StochasticWeightAveraging(AveragedWeights):
         The loader is another one than that of the fit, whose position a later checkpoint contains.
         """
         step: Callable[..., Any] = module.training_step
-        given = 2 if accepts(step, 2) else 1
+        accepted = 2 if accepts(step, 2) else 1
         world = trainer.strategy.data_world
         together = world.size > 1 and any(isinstance(layer, nn.SyncBatchNorm) for layer in layers)
         loader = trainer.accelerator.prepare_loader(trainer.train_dataloader, window=False)
         try:
             batches = trainer.num_training_batches
             loader.limit = int(batches) if batches != float("inf") else None
-            found = loader.iterate(trainer.current_epoch)
+            micro_batches = loader.iterate(trainer.current_epoch)
             while True:
-                micro = next(found, None)
+                micro = next(micro_batches, None)
                 # SyncBatchNorm communicates in each forward: a batch that only some ranks have is skipped
                 if micro is None if not together else not all(world.exchange(micro is not None)):
                     return
                 assert micro is not None
-                step(*(micro.batch, micro.index)[:given])
+                step(*(micro.batch, micro.index)[:accepted])
         finally:
             trainer.accelerator.release_loader(loader)
 
@@ -241,7 +244,7 @@ class StochasticWeightAveraging(AveragedWeights):
         super().on_load_checkpoint(trainer, module, checkpoint)
         state = checkpoint["callbacks"].get(self.state_key, {})
         if trainer.stage == "fit" and state.get("started"):
-            self._replace_scheduler(trainer)  # whose state is restored next
+            self._replace_scheduler(trainer)  # The state of the new scheduler is restored next.
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.n_averaged, self._latest_epoch = int(state["n_averaged"]), int(state["latest_epoch"])
@@ -252,14 +255,14 @@ class StochasticWeightAveraging(AveragedWeights):
 
 def _buffers_of(module: nn.Module, layers: list[Any]) -> dict[str, tuple[nn.Module, str]]:
     """The clean name of each statistic, with its owner and attribute."""
-    own = {id(layer) for layer in layers}
-    found = {
+    layer_ids = {id(layer) for layer in layers}
+    buffers = {
         f"{prefix}.{attribute}": (part, attribute)
         for prefix, part in module.named_modules()
-        if id(part) in own
+        if id(part) in layer_ids
         for attribute, _ in part.named_buffers(recurse=False)
     }
-    return {name: found[raw] for raw, name in clean_paths(module, found).items()}
+    return {name: buffers[raw] for raw, name in clean_paths(module, buffers).items()}
 
 
 def _average_over_ranks(trainer: Trainer, layers: list[Any]) -> None:

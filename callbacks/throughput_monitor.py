@@ -103,9 +103,9 @@ class ThroughputMonitor(Callback):
         self.available_flops = available_flops
         self.measure_flops = measure_flops
         self.flops_per_sample: float | None = None  # measured
-        self._flops_per_batch = flops_per_batch  # or that of the module
+        self._flops_per_batch = flops_per_batch  # Otherwise the module's own number is used.
         self._marks: deque[_Mark] = deque(maxlen=window_size + 1)
-        self._counts = measure_flops  # until it fails
+        self._counts = measure_flops  # FLOPs are counted until that fails.
         self._estimates = False
         self._by_shapes: dict[tuple[torch.Size, ...], int] = {}  # shapes of a batch's tensors → FLOPs
         self._unsharded: TrainModule | None = None  # a copy without values, of a module that the strategy shards
@@ -120,7 +120,9 @@ class ThroughputMonitor(Callback):
         self._flops = self._waited = self._paused = 0.0
         self._batch_ended: float | None = None
         self._pause_began: float | None = None
-        self._counts, self._estimates, self.flops_per_sample = self.measure_flops, False, None
+        self._counts = self.measure_flops
+        self._estimates = False
+        self.flops_per_sample = None
         self._by_shapes.clear()
 
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
@@ -137,7 +139,7 @@ class ThroughputMonitor(Callback):
             if getattr(module, "flops_per_batch", None) is None:
                 return
             self._flops_per_batch = lambda batch: float(module.flops_per_batch)  # type: ignore[arg-type]
-        self._peak = self.available_flops or _known_peak(trainer, device)
+        self._peak = self.available_flops or _find_peak_flops(trainer, device)
         if self._peak is None:
             notice(
                 f"ThroughputMonitor: the peak FLOP/s of this device ({device.type}, {trainer.precision}) is not "
@@ -149,7 +151,7 @@ class ThroughputMonitor(Callback):
             self._waited += time.monotonic() - self._batch_ended
         loader = trainer._run.train_loader
         counted = loader.samples if loader is not None and self.batch_size_fn is batch_size else None
-        samples = self.batch_size_fn(batch) if counted is None else counted  # without padding
+        samples = self.batch_size_fn(batch) if counted is None else counted  # `counted` does not include padding.
         self._batches += 1
         self._batch_samples = samples
         self._samples += samples
@@ -174,7 +176,8 @@ class ThroughputMonitor(Callback):
         self._marks.append(mark)
         if trainer.should_log and now > self._marks[0].time:
             rates = self._rates(self._marks[0], mark, trainer.strategy.data_world)
-            self.log_dict(rates, on_step=True, on_epoch=False, batch_size=1)  # the same weight for all processes
+            # batch_size=1 gives all processes the same weight.
+            self.log_dict(rates, on_step=True, on_epoch=False, batch_size=1)
             if trainer.strategy.data_world.size > 1 and self.measure_flops and self.flops_per_sample is None:
                 # another process may have counted FLOPs, and all must log the same names; this value has weight 0
                 self.log_dict(self._flop_rates(0.0), on_step=True, on_epoch=False, batch_size=0)
@@ -257,7 +260,7 @@ def _check_positive(name: str, value: Any) -> None:
     real_number(value, f"ThroughputMonitor({name}=)", above=0, example=1e12, optional=True)
 
 
-def _known_peak(trainer: Trainer, device: torch.device) -> float | None:
+def _find_peak_flops(trainer: Trainer, device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     dtype = trainer.precision_plugin.autocast_dtype or trainer.precision_plugin.parameter_dtype

@@ -80,15 +80,15 @@ class Timer(Callback):
 
     def start_time(self, stage: str = "train") -> float | None:
         """Last start of the stage, in seconds of `time.monotonic`; None if it has not started."""
-        return self._start.get(_known(stage))
+        return self._start.get(_check_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
         """Last end of the stage, in seconds of `time.monotonic`; None if it has not ended or is running."""
-        return self._end.get(_known(stage))
+        return self._end.get(_check_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
         """Seconds in the stage: of `"train"` in this fit and those that it resumed, of others in all runs."""
-        return self._before.get(_known(stage), 0.0) + self._running(stage)
+        return self._before.get(_check_stage(stage), 0.0) + self._running(stage)
 
     def time_remaining(self, stage: str = "train") -> float | None:
         """`duration` minus the seconds in the stage; None without a duration."""
@@ -108,7 +108,8 @@ class Timer(Callback):
                 times.pop("train", None)
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:
-        self._stopped, self.stopping_reason = False, None
+        self._stopped = False
+        self.stopping_reason = None
         self._check_together(trainer, module)  # a resumed run may have used up its time
         self._begin("train")
         if self._stopped and self._before.get("train"):
@@ -187,7 +188,7 @@ def _evaluation(trainer: Trainer) -> str:
     return "validate" if trainer.stage in (None, "fit") else trainer.stage
 
 
-def _known(stage: str) -> str:
+def _check_stage(stage: str) -> str:
     if stage not in _STAGES:
         raise UnknownNameError(f"unknown stage {stage!r}; known: {', '.join(_STAGES)}.{nearest(str(stage), _STAGES)}")
     return stage

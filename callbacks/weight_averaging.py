@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["WeightAveraging"]
 
-__getattr__, _ = lazily(globals(), {"EMAWeightAveraging": ".exponential_moving_average"})  # where Lightning has it
+__getattr__, _ = lazily(globals(), {"EMAWeightAveraging": ".exponential_moving_average"})  # Lightning has it in this module.
 
 AverageFunction = Callable[[Tensor, Tensor, Any], Tensor]
 MultiAverageFunction = Callable[[Any, Any, Any], None]
@@ -81,7 +81,8 @@ class WeightAveraging(AveragedWeights):
             raise ConfigurationError(
                 f"{type(self).__name__} expected one function that averages, got avg_fn and multi_avg_fn. Remove one of them."
             )
-        self.avg_fn, self.multi_avg_fn = avg_fn, multi_avg_fn
+        self.avg_fn = avg_fn
+        self.multi_avg_fn = multi_avg_fn
 
     def _forget(self) -> None:
         super()._forget()

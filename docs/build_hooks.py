@@ -65,7 +65,6 @@ def _linked_names() -> dict[str, str]:
         "GeneralTracker": "trainkit.tracking.GeneralTracker",
         "PrecisionSpec": "trainkit.precision.PrecisionSpec",
         "StrategyInfo": "trainkit.registry.StrategyInfo",
-        "ZeROOptions": "trainkit.strategies.zero.zero_strategy.ZeROOptions",
     }
 
 

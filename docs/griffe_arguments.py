@@ -20,7 +20,7 @@ class ArgumentsOfFields(griffe.Extension):
             decorators = [] if constructor is None or constructor.is_alias else constructor.decorators
             for decorator in decorators:
                 if decorator.callable_path == "trainkit.checks.accepts":
-                    fields = pkg.modules_collection[decorator.value.arguments[0].canonical_path].attributes
+                    fields = pkg.modules_collection[decorator.value.arguments[0].canonical_path].all_members
                     _complete(found, constructor, fields)
 
 
@@ -38,20 +38,21 @@ def _complete(found: Any, constructor: Any, fields: dict[str, Any]) -> None:
     stated = {
         name: field
         for name, field in fields.items()
-        if getattr(field.value, "canonical_path", "") == "trainkit.checks.argument"
+        if getattr(getattr(field, "value", None), "canonical_path", "") == "trainkit.checks.argument"
     }
-    self_, *rest = constructor.parameters
-    keyword = griffe.ParameterKind.keyword_only
+    self_, *named, rest = constructor.parameters
+    kinds = dict.fromkeys(stated, griffe.ParameterKind.keyword_only) | {one.name: one.kind for one in named}
+    stated = {one.name: stated[one.name] for one in named} | stated
     constructor.parameters = griffe.Parameters(
         self_,
         *(
-            griffe.Parameter(name, annotation=field.annotation, kind=keyword, default=field.value.arguments[0])
+            griffe.Parameter(name, annotation=field.annotation, kind=kinds[name], default=field.value.arguments[0])
             for name, field in stated.items()
         ),
-        *rest,
+        rest,
     )
     for name in stated.keys() & vars(kind).keys():  # not those that the class sets in its constructor
         member = found.members[name]
-        if member.docstring is None:
+        if member.is_attribute and member.docstring is None:
             member.docstring = griffe.Docstring(vars(kind)[name].__doc__, parent=member)
             member.annotation = member.value.function.slice

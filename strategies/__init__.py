@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DDPStrategy", "FSDPStrategy", "Strategy", "XLAStrategy", "ZeROStrategy"]
 
-# The packages, fastest strategy first. The module "info" of each describes its strategy to the registry.
+# The packages, fastest strategy first. `INFO` in each describes its strategy to the registry.
 PACKAGES = ("ddp", "fsdp", "zero", "xla")
 
 _FILES = {"DDPStrategy": "ddp", "FSDPStrategy": "fsdp", "Strategy": ".strategy", "XLAStrategy": "xla", "ZeROStrategy": "zero"}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.nested import leaves, map_tensors

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.checks import is_number
+from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError
 from trainkit.launch.joining import device_of, join
@@ -40,7 +40,8 @@ class ProcessStrategy(Strategy):
         precision: Precision | str | int | None,
     ) -> None:
         super().__init__(device, precision)
-        self.process_group_backend, self.timeout = process_group_backend, duration(timeout)
+        self.process_group_backend = process_group_backend
+        self.timeout = duration(timeout)
         self._one_device = str(device) != "auto" and torch.device(device).index is not None
         self._buffers = Buffers()
 
@@ -55,7 +56,8 @@ class ProcessStrategy(Strategy):
                 f"process needs its own. Use device={self.device.type!r}, and select devices with Trainer(devices=[0, 2])."
             )
         self.device = self.device if self._one_device else device_of(wanted, world)
-        self.world, self.joined = world, True
+        self.world = world
+        self.joined = True
 
     def mean(self, value: Tensor) -> Tensor:
         if self.world.size == 1:

@@ -6,6 +6,7 @@ see `process_state.py`.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -20,6 +21,7 @@ import hypothesis
 import numpy
 import pytest
 import torch
+from helpers.covering import mark_others_slow
 from helpers.process_state import ProcessState
 from helpers.support import ROOT, STARTUP, TESTS
 from helpers.worlds.worlds import run_test
@@ -95,6 +97,18 @@ def tiny_loader() -> Any:
     from helpers.runs.tiny import tiny_loader
 
     return tiny_loader()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of the large grids that only `make test-slow` runs; see `covering.py`."""
+    mark_others_slow(items)
+
+
+def pytest_collection_finish() -> None:
+    """Take all modules and tests out of the garbage collector's sight: each collection would look at a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,13 +23,13 @@ from trainkit.console import (
     _HANDLER,
     OutputStream,
     TrainkitWarning,
-    counted,
     echo,
+    join_names,
     notice,
     only_printable,
     printable,
+    quantity,
     set_printing,
-    shortened,
     warn,
     with_article,
 )
@@ -160,10 +160,10 @@ def test_a_warning_of_a_run_points_to_the_line_that_began_it() -> None:
 
 
 def test_a_list_of_names_is_shortened() -> None:
-    assert shortened(["a", "b"]) == "a, b"
-    assert shortened(["a", "b", "c"], 3) == "a, b, c"
-    assert shortened(["a", "b", "c", "d"], 3) == "a, b, c, …"
-    assert shortened([]) == ""
+    assert join_names(["a", "b"]) == "a, b"
+    assert join_names(["a", "b", "c"], 3) == "a, b, c"
+    assert join_names(["a", "b", "c", "d"], 3) == "a, b, c, …"
+    assert join_names([]) == ""
 
 
 @pytest.mark.parametrize("number, words, expected", [
@@ -177,7 +177,7 @@ def test_a_list_of_names_is_shortened() -> None:
     (2, ["tensor was", "tensors were"], "2 tensors were"),
 ])  # fmt: skip
 def test_what_is_counted(number: int, words: list[str], expected: str) -> None:
-    assert counted(number, *words) == expected
+    assert quantity(number, *words) == expected
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from test_house import FOR_PLUG_INS, PUBLIC
 
 from trainkit import Trainer
 from trainkit.cli.main import SUBCOMMANDS
-from trainkit.module.hook_names import HOOKS
+from trainkit.module.hook_table import HOOKS
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]

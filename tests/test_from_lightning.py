@@ -367,16 +367,17 @@ VERBS = {
 LOADER = [[torch.zeros(2, 4), torch.zeros(2, 1)]]
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_checkpoint_of_lightnings(verb: str) -> None:
-    """The error for a Lightning checkpoint contains the command that converts it."""
-    theirs, module = TinyModule(), TinyModule()
+def test_a_checkpoint_of_lightnings() -> None:
+    """The error for a Lightning checkpoint contains the command that converts it, whatever is to be done with it."""
+    theirs = TinyModule()
     torch.save({"state_dict": theirs.state_dict(), "pytorch-lightning_version": "2.6.0", "epoch": 3}, "old.ckpt")
-    with pytest.raises(CheckpointNotFoundError, match="is a Lightning checkpoint, which is a file; expected") as caught:
-        VERBS[verb](pl.Trainer(**QUIET, max_epochs=1), module, "old.ckpt")
-    command = re.search(r"trainkit (checkpoint import \S+ \S+)", str(caught.value))
-    assert command is not None
-    assert main(command[1].split()) == 0
+    commands = set()
+    for verb in VERBS.values():
+        with pytest.raises(CheckpointNotFoundError, match="is a Lightning checkpoint, which is a file; expected") as caught:
+            verb(pl.Trainer(**QUIET, max_epochs=1), TinyModule(), "old.ckpt")
+        commands |= set(re.findall(r"trainkit (checkpoint import \S+ \S+)", str(caught.value)))
+    [command] = commands
+    assert main(command.split()) == 0
     assert torch.equal(TinyModule.load_from_checkpoint("old").layer.weight, theirs.layer.weight)
 
 

@@ -74,7 +74,7 @@ def test_third_party_packages_are_those_of_setup_py() -> None:
     """What is imported at the top of a module is installed with trainkit; what an extra brings is imported inside functions."""
     roots = {item.full.split(".")[0] for s in SOURCES for item in house.imports(s.tree) if item.place == "module"}
     of_the_command_line = {"docstring_parser", "jsonargparse"}
-    required = {"cloudpickle", "fsspec", "numpy", "safetensors", "torch", "tqdm", "yaml"}
+    required = {"cloudpickle", "fsspec", "numpy", "safetensors", "torch", "tqdm", "xxhash", "yaml"}
     assert roots - sys.stdlib_module_names - {"trainkit"} <= required | of_the_command_line
 
 
@@ -429,7 +429,8 @@ def test_a_misspelt_callback_names_the_nearest() -> None:
 def test_callbacks_are_read_when_used() -> None:
     done = run_python(
         "import sys, trainkit.callbacks as c; print([m for m in sys.modules if m.startswith('trainkit.callbacks.')], "
-        "'Timer' in dir(c), c.Timer.__module__)"
+        "'Timer' in dir(c), c.Timer.__module__)",
+        bare=True,
     )
     assert done.stdout.strip() == "[] True trainkit.callbacks.timer", done.stderr
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from trainkit.nested import batch_size, copied, first_tensor, leaves, map_tensors, move, rebuild
+from trainkit.nested import batch_size, copy_containers, first_tensor, leaves, map_tensors, move, rebuild
 
 META = torch.device("meta")
 
@@ -248,7 +248,7 @@ def test_tensors_are_mapped_at_any_depth() -> None:
     ids=["list", "dict", "nested tuple", "nested list", "nested dict", "another kind of dict", "a mapping with attributes"],
 )
 def test_a_copy_has_containers_of_its_own_and_the_same_tensors(value: Any) -> None:
-    twin = copied(value)
+    twin = copy_containers(value)
     assert type(twin) is type(value)
     before = list(leaves(value))
     assert all(one is other for one, other in zip(before, leaves(twin), strict=True))
@@ -268,7 +268,7 @@ def take_apart(value: Any) -> None:
 @pytest.mark.parametrize("value", [ones(1), (ones(1), ones(2)), None, "text"], ids=["tensor", "tuple", "None", "text"])
 def test_what_cannot_be_taken_apart_needs_no_copy(value: Any) -> None:
     """Batches that cannot be changed in place are not copied."""
-    assert copied(value) is value
+    assert copy_containers(value) is value
 
 
 def test_a_parameter_is_a_tensor() -> None:

@@ -59,7 +59,7 @@ def with_links(source: Path, to: Path, links: str) -> Path:
 
 def build(tree: Path, out: Path, *what: str) -> list[Path]:
     """Build with the installed packages. Without `what`, build a source distribution and a wheel from it."""
-    done = run_python("-m", "build", "--no-isolation", "--outdir", str(out), *what, str(tree), cwd=out.parent)
+    done = run_python("-m", "build", "--no-isolation", "--outdir", str(out), *what, str(tree), cwd=out.parent, bare=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return sorted(out.iterdir())
 
@@ -128,7 +128,7 @@ def test_the_source_distribution_holds_files_and_no_links(source: Path, distribu
 def test_it_imports_away_from_the_repository(from_checkout: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     options = ["--quiet", "--no-deps", "--no-index", "--disable-pip-version-check", "--target", str(target)]
-    done = run_python("-m", "pip", "install", *options, str(from_checkout))
+    done = run_python("-m", "pip", "install", *options, str(from_checkout), bare=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (target / "trainkit" / "py.typed").exists()
     found = imported_from(run_python(WHERE, cwd=tmp_path, installed_in=target))
@@ -139,7 +139,7 @@ def test_an_editable_install_works_without_the_links(source: Path, tmp_path: Pat
     """As with `pip install -e .`: the editable wheel of the build backend, unpacked into a folder of packages."""
     tree, site = with_links(source, tmp_path / "tree", "missing"), tmp_path / "site"
     make = "import sys; from setuptools.build_meta import build_editable; build_editable(sys.argv[1])"
-    done = run_python("-c", make, str(tmp_path), cwd=tree)
+    done = run_python("-c", make, str(tmp_path), cwd=tree, bare=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     zipfile.ZipFile(wheel).extractall(site)
@@ -161,7 +161,7 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
     assert (data["Name"], data["Version"]) == ("trainkit-torch", trainkit.__version__)
     assert (data["Requires-Python"], data["License-Expression"]) == (">=3.10", "Apache-2.0")
     required = [line for line in data.get_all("Requires-Dist") if "extra ==" not in line]
-    assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "fsspec"]
+    assert required == ["torch>=2.9", "numpy", "tqdm", "safetensors", "PyYAML", "cloudpickle", "fsspec", "xxhash"]
     assert data.get_all("Provides-Extra") == [
         "tensorboard",
         "wandb",

@@ -218,7 +218,7 @@ def test_drawing_under_a_key_leaves_no_trace() -> None:
     seed_everything(1)
     expected = draw()
     seed_everything(1)
-    under_key = RandomState.keyed(77, draw)
+    under_key = RandomState.draw_with_key(77, draw)
     assert draw() == expected
     seed_generators(77)
     assert draw() == under_key
@@ -233,7 +233,7 @@ def test_drawing_under_a_key_leaves_no_trace_after_an_error() -> None:
     expected = draw()
     seed_everything(1)
     with pytest.raises(KeyError, match="lost"):
-        RandomState.keyed(77, fail)
+        RandomState.draw_with_key(77, fail)
     assert draw() == expected
 
 
@@ -242,16 +242,16 @@ def test_keyed_draws_can_be_nested() -> None:
     outer = draw()
 
     def nested() -> list[float]:
-        RandomState.keyed(6, draw)
+        RandomState.draw_with_key(6, draw)
         return draw()
 
-    assert RandomState.keyed(5, nested) == outer
+    assert RandomState.draw_with_key(5, nested) == outer
 
 
 def test_the_end_of_an_iterator_comes_through() -> None:
-    """`RandomState.keyed` passes on a StopIteration."""
+    """`RandomState.draw_with_key` passes on a StopIteration."""
     with pytest.raises(StopIteration):
-        RandomState.keyed(1, lambda: next(iter(())))
+        RandomState.draw_with_key(1, lambda: next(iter(())))
 
 
 # -------------------------------------------------------------------------------------------------------------- seeds

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import grimp
 import numpy
 import pytest
 import torch
+from helpers.changed import paths_of_tests
+from helpers.covering import covering
 from helpers.process_state import ProcessState
 from helpers.runs.tiny import TinyModule
 from helpers.support import ROOT, run_python, without_gloo
+from helpers.worlds.worlds import free_port
 from torch.utils.data import DataLoader
 
 from trainkit import Trainer
@@ -113,3 +119,86 @@ def test_lines_of_gloo_are_skipped() -> None:
     once = "[Gloo] Rank 2 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2\n"
     assert without_gloo(twice + "rank 2\n" + once + "2 of 3\n") == "rank 2\n2 of 3\n"
     assert without_gloo("1\n\n2\n") == "1\n\n2\n"
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_program_ends_as_in_a_new_interpreter(bare: bool, run_dir: Path) -> None:
+    """Forked or not: the exit code, what is printed, also at the exit, and tracebacks are the same."""
+    (run_dir / "script.py").write_text("import sys\ndef f():\n    raise ValueError(sys.argv, __name__)\nf()\n")
+    trace = 'Traceback (most recent call last):\n  File "<string>", line 1, in <module>\n'
+    done = run_python("import atexit, sys; atexit.register(print, 'bye'); print(__name__, sys.argv); sys.exit(7)", bare=bare)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "__main__ ['-c']\nbye\n", "")
+    done = run_python("raise KeyError(3)", bare=bare)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{trace}KeyError: 3\n")
+    done = run_python("raise KeyboardInterrupt", bare=bare)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, f"{trace}KeyboardInterrupt\n")
+    done = run_python("import os; print(1, flush=True); os.kill(os.getpid(), 9)", bare=bare)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "1\n")
+    done = run_python("-u", "script.py", "--x", bare=bare)
+    assert done.returncode == 1
+    assert done.stderr.startswith('Traceback (most recent call last):\n  File "')
+    assert 'script.py", line 4, in <module>' in done.stderr
+    assert "ValueError: (['script.py', '--x'], '__main__')" in done.stderr
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_a_program_has_an_environment_of_its_own(bare: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import os, sys; print(os.getcwd(), sys.path[0] == '', *map(os.environ.get, 'ABC'))"
+    monkeypatch.setenv("A", "1")
+    monkeypatch.setenv("C", "3")
+    assert run_python("import os; os.environ['C'] = '4'", bare=bare).returncode == 0
+    monkeypatch.delenv("C")
+    assert run_python(program, env={"B": "2"}, bare=bare).stdout == f"{run_dir.resolve()} True 1 2 None\n"
+    folders = (
+        "import tempfile; from trainkit.launch.starting import folder_at_start; print(tempfile.gettempdir(), folder_at_start())"
+    )
+    assert run_python(folders, env={"TMPDIR": str(run_dir)}, bare=bare).stdout == f"{run_dir} {run_dir.resolve()}\n"
+    drawn = {
+        run_python("import random, numpy; print(random.random(), numpy.random.rand())", bare=bare).stdout for _ in range(2)
+    }
+    assert len(drawn) == 2
+
+
+def test_a_forked_program_has_imported_torch_and_others_start_a_new_interpreter() -> None:
+    program = "import sys; print('torch' in sys.modules)"
+    assert run_python(program).stdout == "True\n"
+    assert run_python(program, bare=True).stdout == "False\n"
+    assert run_python(program, env={"PYTHONHASHSEED": "1"}).stdout == "False\n"
+    assert run_python("-W", "error", "-c", program).stdout == "False\n"
+
+
+def test_a_program_that_hangs_is_killed() -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as raised:
+        run_python("import os, time; print(os.getpid(), flush=True); time.sleep(1000)", timeout=1.0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(raised.value.stdout), 0)
+
+
+def test_chosen_cases_cover_a_grid() -> None:
+    grid = [(a, b, c) for a in "abcd" for b in "xyz" for c in "12"]
+    chosen = [grid[place] for place in covering(grid)]
+    assert len(chosen) == 12
+    assert all({(row[i], row[j]) for row in chosen} == {(row[i], row[j]) for row in grid} for i, j in ((0, 1), (0, 2), (1, 2)))
+    flat = [row[:2] for row in grid[::2]]
+    chosen = [flat[place] for place in covering(flat)]
+    assert sorted(row[0] for row in chosen) == [*"abcd"]
+    assert {row[1] for row in chosen} == {*"xyz"}
+
+
+def test_ports_of_other_test_runs_are_others() -> None:
+    """Two runs of the tests on one machine, whose workers have the same names, are never given one port."""
+    program = "from helpers.worlds.worlds import free_port; print([free_port() for _ in range(50)])"
+    ours = {free_port() for _ in range(50)}  # before the others, and locked as long as this process lives
+    theirs = set(json.loads(run_python(program).stdout))
+    assert len(theirs) == len(ours) == 50
+    assert not theirs & ours
+
+
+def test_a_change_reaches_the_tests_of_the_rooms_that_import_it() -> None:
+    graph = grimp.build_graph("trainkit")
+    paths = paths_of_tests(["trainkit/checkpoint/tensor_file.py"], graph)
+    assert {"tests/checkpoint", "tests/state"} <= {*paths}
+    assert "tests/launch" not in paths
+    assert paths_of_tests(["callbacks/timer.py", "tests/optim/test_groups.py", "docs/index.md"], graph)[0] == "tests/callbacks"
+    assert paths_of_tests(["callbacks/timer.py", "tests/helpers/support.py"], graph) == ["tests"]
+    assert paths_of_tests(["LICENSE"], graph) == []

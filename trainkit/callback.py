@@ -53,13 +53,13 @@ class Callback(KnownKeywords):
 
     def log(self, name: str, value: Any, **options: Any) -> None:
         """Log a metric from a hook of this callback; the arguments are those of `TrainModule.log`."""
-        self._attached().log(name, value, **options)
+        self._get_module().log(name, value, **options)
 
     def log_dict(self, dictionary: Mapping[str, Any], **options: Any) -> None:
         """Log several metrics from a hook of this callback; the arguments are those of `TrainModule.log_dict`."""
-        self._attached().log_dict(dictionary, **options)
+        self._get_module().log_dict(dictionary, **options)
 
-    def _attached(self) -> TrainModule:
+    def _get_module(self) -> TrainModule:
         if self._module is None:
             raise HookError(
                 f"{type(self).__name__}.log works only in a run of a Trainer: Trainer(callbacks=[...]).fit(module)."

@@ -108,8 +108,8 @@ def whole_number(
         if least <= number and (most is None or number <= most):
             return number
     bounds = f"an integer ≥ {least}" if most is None else f"an integer from {least} to {most}"
-    wanted = f"{expected or bounds}{' or None' if optional else ''}"
-    raise error(f"{name} must be {wanted}, not {value!r}. For example: {fix or _as_code(name, max(least, 1))}")
+    description = f"{expected or bounds}{' or None' if optional else ''}"
+    raise error(f"{name} must be {description}, not {value!r}. For example: {fix or _as_code(name, max(least, 1))}")
 
 
 def real_number(
@@ -141,8 +141,10 @@ def real_number(
     if is_number(value) and not math.isnan(value) and least <= value and (value > above or above == -math.inf):
         return value
     bound = f" ≥ {least:g}" if least > -math.inf else f" > {above:g}" if above > -math.inf else ""
-    wanted = f"a number{bound}{' or None' if optional else ''}"
-    raise ConfigurationError(f"{name} must be {wanted}, not {value!r}. For example: {fix or _as_code(name, f'{example:g}')}")
+    description = f"a number{bound}{' or None' if optional else ''}"
+    raise ConfigurationError(
+        f"{name} must be {description}, not {value!r}. For example: {fix or _as_code(name, f'{example:g}')}"
+    )
 
 
 def choice(value: Any, name: str, choices: Sequence[str], *, optional: bool = False) -> Any:
@@ -227,15 +229,18 @@ def check_arguments(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def accepts(kind: Callable[P, Any]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give an `__init__(self, **arguments)` the signature of a dataclass; it must refuse unknown arguments itself."""
+    """Give an `__init__(self, **arguments)` the signature of a dataclass; it must refuse unknown arguments itself.
+
+    It may name arguments of the dataclass before `**arguments`, such as one that may be positional.
+    """
 
     def with_signature(function: Any) -> Any:
-        own = signature(function)
-        first, rest = own.parameters.values()
+        original = signature(function)
+        first, *_, rest = original.parameters.values()
         parameters: list[Parameter] = [first, *signature(kind).parameters.values(), rest.replace(name="unknown")]
-        function.__signature__ = own.replace(parameters=parameters)
+        function.__signature__ = original.replace(parameters=parameters)
         function.__annotations__ = {one.name: one.annotation for one in parameters[1:]} | {"return": "None"}
-        function.__module__ = kind.__module__  # where these annotations can be resolved
+        function.__module__ = kind.__module__  # These annotations can be resolved in that module.
         return function
 
     return with_signature
@@ -251,7 +256,7 @@ def describe_arguments(text: str | None, kind: type) -> str:
 class KnownKeywords:
     """Raises an error with the nearest name for a keyword that `__init__` of a trainkit class does not accept."""
 
-    if not TYPE_CHECKING:  # for a type checker the arguments are those of __init__
+    if not TYPE_CHECKING:  # A type checker reads the arguments from __init__.
 
         def __new__(cls, *args, **kwargs):
             if args or kwargs:

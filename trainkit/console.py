@@ -23,21 +23,21 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-from trainkit.masking import escaped, mask_text
+from trainkit.masking import escape_controls, mask_text
 
 __all__ = [
     "OutputStream",
     "TrainkitWarning",
-    "counted",
     "each_once",
     "echo",
     "is_library_frame",
+    "join_names",
     "notice",
     "only_printable",
     "printable",
     "prints_here",
+    "quantity",
     "set_printing",
-    "shortened",
     "user_frames",
     "warn",
     "with_article",
@@ -57,7 +57,7 @@ class _ThreadState(threading.local):
 
 
 _main = True  # whether this process prints
-_prefix = ""  # of messages that each process prints
+_prefix = ""  # The prefix of messages that each process prints.
 _thread = _ThreadState()
 _unwritable: set[str] = set()  # the streams that the user was warned about
 _flushes_at_exit = False
@@ -73,7 +73,7 @@ class _StandardError(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             echo(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # as in other handlers: a message with wrong arguments, for example
+        except Exception:  # Other handlers do the same: a message may have wrong arguments.
             self.handleError(record)
 
 
@@ -102,7 +102,7 @@ class OutputStream:
             self._wrapped.flush()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_wrapped":  # of a copy that is not initialized
+        if name == "_wrapped":  # A copy that is not initialized yet has no stream.
             raise AttributeError(name)
         return getattr(self._wrapped, name)
 
@@ -152,7 +152,7 @@ def _surviving(stream: Any) -> Iterator[None]:
         yield
     except OSError as error:
         _warn_unwritable(stream, error)
-    except ValueError as error:  # also what a closed stream raises
+    except ValueError as error:  # A closed stream raises a ValueError too.
         if not getattr(stream, "closed", False):
             raise
         _warn_unwritable(stream, error)
@@ -224,7 +224,7 @@ def notice(text: str, everywhere: bool = False) -> None:
         text = (_thread.prefix or _prefix) + text
     elif not prints_here():
         return
-    text = escaped(mask_text(text))
+    text = escape_controls(mask_text(text))
     if _thread.printed is not None:
         if text in _thread.printed:
             return
@@ -261,7 +261,7 @@ def warn(text: str, everywhere: bool = False) -> None:
         return
     _flush_at_exit()
     with suppress(OSError):  # a `warnings.showwarning` of the program's may write to standard error that is lost
-        warnings.warn(printable(escaped(mask_text(text)), sys.stderr), TrainkitWarning, stacklevel=_outside())
+        warnings.warn(printable(escape_controls(mask_text(text)), sys.stderr), TrainkitWarning, stacklevel=_outside())
 
 
 def _outside() -> int:
@@ -290,7 +290,7 @@ def user_frames(trace: TracebackType | None) -> TracebackType | None:
     return rest if is_library_frame(trace.tb_frame) else TracebackType(rest, trace.tb_frame, trace.tb_lasti, trace.tb_lineno)
 
 
-def counted(number: int, one: str, many: str = "") -> str:
+def quantity(number: int, one: str, many: str = "") -> str:
     """A number with its noun: "1 epoch", "2 epochs", "2 batches".
 
     Args:
@@ -301,7 +301,7 @@ def counted(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or one + ('es' if one.endswith(('tch', 's', 'sh', 'x')) else 's')}"
 
 
-def shortened(names: Sequence[str], most: int = 5) -> str:
+def join_names(names: Sequence[str], most: int = 5) -> str:
     """The first names of a list, separated by commas, and `…` if there are more."""
     return ", ".join(names[:most]) + (", …" if len(names) > most else "")
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from trainkit.masking import escaped, mask_text
+from trainkit.masking import escape_controls, mask_text
 
 __all__ = [
     "CheckpointError",
@@ -76,7 +76,7 @@ class TrainkitError(Exception):
 
     def __str__(self) -> str:
         # An argument, such as the URL of a folder, may have a password. Names may be those of a file from a stranger.
-        return escaped(mask_text(super().__str__()))
+        return escape_controls(mask_text(super().__str__()))
 
 
 class ConfigurationError(TrainkitError, ValueError):

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["HIDDEN", "escaped", "is_secret_name", "mask_arguments", "mask_text", "mask_value", "without_password"]
+__all__ = ["HIDDEN", "escape_controls", "is_secret_name", "mask_arguments", "mask_text", "mask_value", "without_password"]
 
 HIDDEN = "***"
 
@@ -54,9 +54,10 @@ _INNOCENT = {"token": _TOKENS, "key": _KEYS, "pass": _PASSES}
 _PLURAL = _set("access api auth bearer encryption hf license private refresh secret service session signing ssh")
 _SWITCHES = _set("allow disable enable is need needs no require requires skip with without")
 _SWITCHED = ("auth", "cookie", "cookies", "key", "oauth", "password", "passwords", "token")
-_FORMS = _set("b64 base64 contents hex json plain raw str value")  # at the end of a name, say nothing about its value
-_CONTAINERS = {"secret", "secrets", "credential", "credentials", "passwords"}  # of secrets under any names
-_LOGIN = {"account", "login", "u", "user", "username"}  # whose value may be user:password
+# At the end of a name these words say nothing about its value.
+_FORMS = _set("b64 base64 contents hex json plain raw str value")
+_CONTAINERS = {"secret", "secrets", "credential", "credentials", "passwords"}  # These contain secrets under any names.
+_LOGIN = {"account", "login", "u", "user", "username"}  # The value may be user:password.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 
 _PLAIN = {"", "true", "false", "none", "null", "yes", "no", "on", "off", HIDDEN}  # values that are no secrets
@@ -79,7 +80,7 @@ _HEADER = re.compile(
     (\\?["']?\s{0,9}[:=]\s{0,9}\\?["']?)([^\r\n"'\\]+)""",
     re.VERBOSE | re.IGNORECASE,
 )
-_KNOWN = re.compile(
+_KNOWN_SECRETS = re.compile(
     r"""(?<![A-Za-z0-9_-])(?:hf_[A-Za-z0-9]{20,}|sk-[A-Za-z0-9_-]{20,}|gh[opsur]_[A-Za-z0-9]{20,}|github_pat_\w{20,}
     |glpat-[\w-]{16,}|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{35}|npm_[A-Za-z0-9]{30,}|wandb_v1_\w{20,}
     |eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*|-----BEGIN[A-Z ]{0,20}PRIVATE\ KEY-----.*)""",
@@ -93,7 +94,7 @@ _VALUE = re.compile(
     re.DOTALL,
 )
 _OPTION = re.compile(r"(-{1,2}|\+{1,2}|~)?([A-Za-z_][\w.\-\[\]/]*)(?:(:?=|:(?!/)\s?)(.*))?", re.DOTALL)
-_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+\S+")  # of a header's value
+_SCHEME = re.compile(r"(?i)\b(bearer|basic)\s+\S+")  # A header's value begins like this.
 # user:password@host, without a scheme; but not image:tag@sha256:…
 _USER_AT = re.compile(r"(?<![\w:/@.-])[\w.+-]{1,64}:[^\s/@:]{1,256}@(?!sha\d)(?=[\w.-])")
 
@@ -141,7 +142,7 @@ def mask_text(text: str) -> str:
     text = _QUERY.sub(_mask_query, text)
     text = _HOOK.sub(rf"\1{HIDDEN}", text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
-    return _KNOWN.sub(HIDDEN, text)
+    return _KNOWN_SECRETS.sub(HIDDEN, text)
 
 
 def without_password(url: str) -> str:
@@ -158,8 +159,8 @@ def _keep_user(match: re.Match[str]) -> str:
 
 def _mask_user(match: re.Match[str]) -> str:
     alone = match[2]
-    if alone is not None and not _TOKEN_USER.match(match[1]) and not _KNOWN.match(alone):
-        return match[0]  # as in ssh://git@host and abfs://container@account
+    if alone is not None and not _TOKEN_USER.match(match[1]) and not _KNOWN_SECRETS.match(alone):
+        return match[0]  # Examples: ssh://git@host and abfs://container@account.
     return f"{match[1]}{HIDDEN}@"
 
 
@@ -175,7 +176,7 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         option = argument.startswith("--") or (argument.startswith("-") and len(argument) == 2)
         if waiting and not option:
-            shown.append(_masked(waiting, argument))
+            shown.append(_mask_value(waiting, argument))
             plural = _words(waiting)[-1:] and _words(waiting)[-1].endswith("s")
             waiting = waiting if plural else ""
             continue
@@ -185,7 +186,7 @@ def mask_arguments(arguments: Sequence[str]) -> list[str]:
             shown.append(_mask_argument(argument))
         elif match[3]:
             head = argument[: match.start(4)]
-            shown.append(head + _masked(match[2], match[4], key=bool(match[1])))
+            shown.append(head + _mask_value(match[2], match[4], key=bool(match[1])))
         else:
             shown.append(_mask_argument(argument))
             waiting = match[2] if match[1] and _may_hide(match[2]) else ""
@@ -196,7 +197,7 @@ def _may_hide(name: str) -> bool:
     return is_secret_name(name, key=True) or _words(name)[-1:] == ["u"] or bool(set(_words(name)[-1:]) & _LOGIN)
 
 
-def _masked(name: str, value: str, *, key: bool = True) -> str:
+def _mask_value(name: str, value: str, *, key: bool = True) -> str:
     """The value of an option or a variable."""
     if value.lower() in _PLAIN:
         return value
@@ -252,7 +253,7 @@ def mask_value(name: str, value: Any) -> Any:
     return _mask_argument(value) if isinstance(value, str) else value
 
 
-def escaped(text: str, keep: str = "\n\t") -> str:
+def escape_controls(text: str, keep: str = "\n\t") -> str:
     """The text with characters that control a terminal escaped, but not those in `keep`."""
     if text.isprintable():
         return text

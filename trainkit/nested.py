@@ -1,4 +1,7 @@
-"""Batches: nested dicts, lists, tuples, named tuples and dataclasses of tensors."""
+"""Batches: nested dicts, lists, tuples, named tuples and dataclasses of tensors.
+
+`move` copies a batch to a device, `copy_to_host` a scalar from it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batch_size", "copied", "first_tensor", "leaves", "map_tensors", "move", "rebuild"]
+__all__ = ["batch_size", "copy_containers", "copy_to_host", "first_tensor", "leaves", "map_tensors", "move", "rebuild"]
 
 
 def rebuild(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -69,7 +72,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     return rebuild(value, lambda item: map_tensors(item, function))
 
 
-def copied(value: Any) -> Any:
+def copy_containers(value: Any) -> Any:
     """`value` with copied containers and the same tensors, so that `batch.pop("labels")` does not affect it."""
     kind = type(value)
     if kind is tuple or kind is list or kind is dict:  # the common case, written out for speed: this runs in every step
@@ -104,8 +107,23 @@ def move(value: Any, device: torch.device, non_blocking: bool = False) -> Any:
     to = getattr(value, "to", None)
     if callable(to) and not isinstance(value, type):
         result = to(device)
-        return value if result is None else result  # some classes move in place and return None
+        return value if result is None else result  # Some classes move in place and return None.
     return rebuild(value, lambda item: move(item, device, non_blocking))
+
+
+def copy_to_host(value: Tensor) -> tuple[Tensor, Any]:
+    """Start copying a scalar from a device to the host, without waiting for it.
+
+    Returns:
+        The copy, and the event to synchronize before it is read; `None` if it can be read directly.
+    """
+    if value.device.type != "cuda":
+        return value, None
+    host = torch.empty((), dtype=value.dtype, pin_memory=True)
+    host.copy_(value, non_blocking=True)
+    ready = torch.cuda.Event()
+    ready.record(torch.cuda.current_stream(value.device))
+    return host, ready
 
 
 def first_tensor(value: Any) -> Tensor | None:

@@ -73,10 +73,10 @@ def disk_path(path: str | os.PathLike[str], argument: str, fix: str) -> Path:
 
 def url_of(path: str | os.PathLike[str]) -> str | None:
     """The URL that a path in a staging folder stands for, without a password, for messages; `None` for any other path."""
-    found = Path(os.path.abspath(path))
+    absolute = Path(os.path.abspath(path))
     for folder, scheme in _schemes.items():
-        if found != folder and found.is_relative_to(folder):
-            return f"{scheme}://{found.relative_to(folder).as_posix()}"
+        if absolute != folder and absolute.is_relative_to(folder):
+            return f"{scheme}://{absolute.relative_to(folder).as_posix()}"
     return None
 
 
@@ -89,17 +89,17 @@ def remote_url(path: str | os.PathLike[str]) -> str | None:
 
 def _without_password(text: str, match: re.Match[str], argument: str) -> str:
     """The part of a URL after the scheme without a password, which is kept in memory."""
-    scheme, given = match[1].lower(), match[2]
-    _, question, query = given.partition("?")
-    if mask_text(question + query) != question + query and "@" not in query:  # else it is part of a password
+    scheme, rest = match[1].lower(), match[2]
+    _, question, query = rest.partition("?")
+    if mask_text(question + query) != question + query and "@" not in query:  # With an "@" it may be part of a password.
         raise ConfigurationError(
             f"{argument}: expected the URL of a folder, got {text!r}, which is signed for one file. Fix: pass the URL without "
             "the part after '?', and the credentials as the package of its file system reads them, such as by variables"
         )
-    shown = without_password(f"{scheme}://{given}").removeprefix(f"{scheme}://")
-    if shown != given:
+    shown = without_password(f"{scheme}://{rest}").removeprefix(f"{scheme}://")
+    if shown != rest:
         path = "/" + shown.partition("/")[2]
-        _passwords[f"{scheme}://{shown.partition('/')[0]}"] = f"{scheme}://{given.removesuffix(path)}"
+        _passwords[f"{scheme}://{shown.partition('/')[0]}"] = f"{scheme}://{rest.removesuffix(path)}"
     return shown
 
 

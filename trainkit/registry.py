@@ -1,7 +1,7 @@
 """Short names → classes, imported when used, and `StrategyInfo`, the declaration of a strategy.
 
-The package of a strategy has a module `info` with its declaration, which does not import the backend. The core reads these
-declarations and never names a backend, so that a new strategy needs no change here.
+The package of a strategy has its declaration, `INFO`, in its `__init__.py`, which imports neither the class nor its backend.
+The core reads these declarations and never names a backend, so that a new strategy needs no change here.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ __all__ = [
     "find_info",
     "find_info_by_section",
     "find_info_by_type",
-    "known_spelling",
     "load",
     "load_callback",
     "load_footprints",
     "load_strategy",
     "make_strategy",
+    "normalize_name",
     "register_strategy",
     "strategies",
     "strategy_infos",
@@ -160,13 +160,13 @@ def register_strategy(info: StrategyInfo) -> None:
 
 def strategy_infos() -> tuple[StrategyInfo, ...]:
     """All declarations: one device, then `trainkit.strategies`, then the registered ones."""
-    return (*_built_in(), *_registered)
+    return (*_load_built_in(), *_registered)
 
 
 @cache
-def _built_in() -> tuple[StrategyInfo, ...]:
+def _load_built_in() -> tuple[StrategyInfo, ...]:
     packages: Iterable[str] = load("trainkit.strategies:PACKAGES")
-    return (SINGLE, *(load(f"trainkit.strategies.{package}.info:INFO") for package in packages))
+    return (SINGLE, *(load(f"trainkit.strategies.{package}:INFO") for package in packages))
 
 
 def strategies() -> dict[str, str]:
@@ -174,7 +174,7 @@ def strategies() -> dict[str, str]:
     return dict(sorted((name, info.path) for info in strategy_infos() for name in info.names))
 
 
-def known_spelling(name: str) -> str:
+def normalize_name(name: str) -> str:
     """A name of a strategy as its declaration spells it: the case does not count. An unknown name is in lower case."""
     known = (one for info in strategy_infos() for one in (*info.names, *info.aliases))
     return next((one for one in known if one.lower() == name.lower()), name.lower())
@@ -213,7 +213,7 @@ def load_callback(name: str) -> Any:
 
 
 def load_footprints() -> list[Any]:
-    """The strategies that a memory plan compares, the fastest first."""
+    """The strategies that a memory estimate compares, the fastest first."""
     return [load(path)(**options) for info in strategy_infos() for path, options in info.footprints]
 
 
@@ -256,11 +256,11 @@ def make_strategy(strategy: Any, **options: Any) -> Any:
     if isinstance(strategy, str):
         info = find_info(strategy)
         if info is None:
-            return load_strategy(strategy)(**options)  # which raises
-        name, own = info.aliases.get(strategy, (strategy, {}))
-        if strategy in info.command_line and (given := load(info.command_line[strategy])(sys.argv[1:])) is not None:
-            return load(info.path)(**{**given, **options})
-        return _create(strategy, load(info.path), {**info.names[name], **own, **options})
+            return load_strategy(strategy)(**options)  # This raises an error.
+        name, defaults = info.aliases.get(strategy, (strategy, {}))
+        if strategy in info.command_line and (parsed := load(info.command_line[strategy])(sys.argv[1:])) is not None:
+            return load(info.path)(**{**parsed, **options})
+        return _create(strategy, load(info.path), {**info.names[name], **defaults, **options})
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
         raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
     return strategy

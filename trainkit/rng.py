@@ -148,7 +148,7 @@ class RandomState:
         random.setstate(self._python)
 
     @staticmethod
-    def keyed(key: int, draw: Callable[[], Any]) -> Any:
+    def draw_with_key(key: int, draw: Callable[[], Any]) -> Any:
         """The result of `draw()` with the CPU generators seeded from `key`; restores their state."""
         before = RandomState()
         seed_generators(key)
@@ -181,7 +181,7 @@ def seed_everything(seed: int | None = None, workers: bool = True, verbose: bool
         raise ConfigurationError(
             "seed_everything(workers=False): loader workers are always seeded, for each micro-batch. Remove the argument."
         )
-    chosen = int.from_bytes(random.SystemRandom().randbytes(4), "little") if seed is None else _checked(seed)
+    chosen = int.from_bytes(random.SystemRandom().randbytes(4), "little") if seed is None else _check_seed(seed)
     _process_seed = chosen
     seed_process(chosen)
     if verbose:
@@ -203,7 +203,7 @@ def resolve_seed(seed: int | None) -> int:
     The latter is the argument of `torch.manual_seed`, or without that call a number that torch drew at start.
     """
     if seed is not None:
-        return _checked(seed)
+        return _check_seed(seed)
     if _process_seed is not None:
         return _process_seed
     return torch.initial_seed() & _MASK
@@ -214,5 +214,5 @@ def seed_was_given(seed: int | None) -> bool:
     return seed is not None or _process_seed is not None
 
 
-def _checked(seed: object) -> int:
+def _check_seed(seed: object) -> int:
     return whole_number(seed, "seed", 0, _MASK, expected="an integer from 0 to 2**64 - 1", fix="seed=42")

@@ -22,7 +22,17 @@ from trainkit.optim.optimizer_gradients import clamp_gradient, total_norm
 from trainkit.precision import PRECISIONS, Precision
 from trainkit.registry import SINGLE, StrategyInfo
 
-__all__ = ["Contents", "Footprint", "Held", "StepArguments", "StepMemory", "Strategy", "Weight", "in_backward", "unsharded"]
+__all__ = [
+    "Contents",
+    "Footprint",
+    "Held",
+    "StepArguments",
+    "StepMemory",
+    "Strategy",
+    "Weight",
+    "footprint_on_one_device",
+    "in_backward",
+]
 
 
 class StepArguments(Protocol):
@@ -87,7 +97,7 @@ class Strategy(Ranks):
     reads_checkpoint_parts: ClassVar[bool] = False
     shards_optimizer_state: ClassVar[bool] = False
     shards_parameters: ClassVar[bool] = False
-    supported_precisions: ClassVar[Collection[str]] = PRECISIONS.keys()  # those that are registered later too
+    supported_precisions: ClassVar[Collection[str]] = PRECISIONS.keys()  # Precisions that are registered later count too.
     plugin: Any = None
     sync_batchnorm: bool = False
     owns_backward: bool = False
@@ -127,8 +137,8 @@ class Strategy(Ranks):
             ConfigurationError: The requested devices or processes do not exist.
         """
         self.joined = True
-        asked = {"devices": wanted.per_node or 1, "num_nodes": wanted.nodes or 1}
-        if more := [f"{name}={number}" for name, number in asked.items() if number > 1]:
+        counts = {"devices": wanted.per_node or 1, "num_nodes": wanted.nodes or 1}
+        if more := [f"{name}={number}" for name, number in counts.items() if number > 1]:
             raise ConfigurationError(
                 f"{self!r} runs on one device, but {' and '.join(more)} requests more. Use strategy='ddp', or devices=1."
             )
@@ -244,7 +254,8 @@ class Strategy(Ranks):
 
     def connect(self, module: nn.Module, model: nn.Module | None = None) -> None:
         """Called by the `Trainer`: this is its module, and what `prepare_module` returned for it; `None` after the run."""
-        self.lightning_module, self.model = module, module if model is None else model
+        self.lightning_module = module
+        self.model = module if model is None else model
 
     def wrap(self, module: nn.Module) -> nn.Module:
         """Return what your own training loop calls instead of a module from `prepare_module`."""
@@ -271,12 +282,12 @@ class Strategy(Ranks):
             compiler: Compiles the step, if the user's module comes from `torch.compile`.
         """
 
-        def step(*given: Any) -> Any:
-            return getattr(module, name)(*given)  # looked up each time: another method may be assigned during the run
+        def step(*args: Any) -> Any:
+            return getattr(module, name)(*args)  # looked up each time: another method may be assigned during the run
 
         if compiler is not None:
             step = compiler(step)
-        return step if self.precision.plain else self.precision.applied_to(step)
+        return step if self.precision.plain else self.precision.wrap_step(step)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A context in which your own training loop runs its forward."""
@@ -334,10 +345,10 @@ class Strategy(Ranks):
 
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
         """Multiply the gradients of a complete window before its optimizer step. Parameters without a gradient are skipped."""
-        found = [p.grad for p in parameters if p.grad is not None]
-        if found:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:
             with torch.no_grad():
-                torch._foreach_mul_(found, factor)
+                torch._foreach_mul_(gradients, factor)
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers to all processes; `optimizer_step` does so after an optimizer step."""
@@ -419,7 +430,7 @@ class Strategy(Ranks):
         Raises:
             TrainkitError: This strategy cannot train that.
         """
-        return unsharded(self.name, contents)
+        return footprint_on_one_device(self.name, contents)
 
     def teardown(self) -> None:
         """Release what `__init__` and the preparations allocated."""
@@ -599,7 +610,7 @@ def in_backward(
     return {"backward": StepMemory(device, host or Held())}
 
 
-def unsharded(name: str, contents: Contents) -> Footprint:
+def footprint_on_one_device(name: str, contents: Contents) -> Footprint:
     """The memory of a process that has everything on its device: `contents` under the strategy `name`."""
     state = sum(weight.state for weight in contents.weights)
     held = Held(parameters=sum(weight.nbytes for weight in contents.weights) + contents.buffers, optimizer=state)

@@ -8,25 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainkit.checkpoint.plain_files import load
-from trainkit.compat.accelerate_names.available import (
-    is_bf16_available,
-    is_comet_ml_available,
-    is_cuda_available,
-    is_datasets_available,
-    is_deepspeed_available,
-    is_fp16_available,
-    is_mlflow_available,
-    is_mps_available,
-    is_npu_available,
-    is_peft_available,
-    is_tensorboard_available,
-    is_torch_xla_available,
-    is_transformers_available,
-    is_wandb_available,
-    is_xpu_available,
-)
-from trainkit.compat.accelerate_names.basic_config import write_basic_config
-from trainkit.compat.accelerate_names.choices import DynamoBackend, LoggerType, PrecisionType
+from trainkit.compat.accelerate_names import this_machine as _this_machine
 from trainkit.compat.accelerate_names.modeling import extract_model_from_parallel, is_compiled_module, load_checkpoint_in_model
 from trainkit.compat.accelerate_names.operations import (
     broadcast,
@@ -40,6 +22,7 @@ from trainkit.compat.accelerate_names.operations import (
     tqdm,
     wait_for_everyone,
 )
+from trainkit.compat.accelerate_names.this_machine import *
 from trainkit.config.compiling import TorchDynamoPlugin
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -50,9 +33,12 @@ from trainkit.config.kwargs_handlers import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
     DistributedType,
+    DynamoBackend,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    LoggerType,
+    PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
 )
@@ -85,22 +71,7 @@ __all__ = [
     "find_executable_batch_size",
     "gather",
     "gather_object",
-    "is_bf16_available",
-    "is_comet_ml_available",
     "is_compiled_module",
-    "is_cuda_available",
-    "is_datasets_available",
-    "is_deepspeed_available",
-    "is_fp16_available",
-    "is_mlflow_available",
-    "is_mps_available",
-    "is_npu_available",
-    "is_peft_available",
-    "is_tensorboard_available",
-    "is_torch_xla_available",
-    "is_transformers_available",
-    "is_wandb_available",
-    "is_xpu_available",
     "load",
     "load_checkpoint_in_model",
     "notebook_launcher",
@@ -111,10 +82,10 @@ __all__ = [
     "set_seed",
     "tqdm",
     "wait_for_everyone",
-    "write_basic_config",
 ]
+__all__ += _this_machine.__all__
 
-__path__: list[str] = []  # what is below it, such as trainkit.utils.operations, is found by trainkit.names.import_paths
+__path__: list[str] = []  # trainkit.names.import_paths finds modules below it, such as trainkit.utils.operations.
 
 
 def __getattr__(name: str) -> Any:

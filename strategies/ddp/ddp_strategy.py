@@ -26,7 +26,7 @@ from trainkit.nested import leaves
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, average_gradients, broadcast, check_modules_match, sparse_parameters
 from trainkit.strategies._processes import ProcessStrategy
-from trainkit.strategies.ddp.info import INFO
+from trainkit.strategies.ddp import INFO
 from trainkit.strategies.ddp.replica import FixedDDP, PreparedModel, Replica, TrainingStep
 from trainkit.strategy import Contents, Footprint, StepMemory, in_backward
 
@@ -420,7 +420,8 @@ class Compression:
             raise ConfigurationError(
                 f"comm_state needs comm_hook='powersgd' or a function, not {hook!r}. Remove it, or use comm_hook='powersgd'."
             )
-        self._hook, self._state = hook, state
+        self._hook = hook
+        self._state = state
         self.wire = _WIRES.get(hook) if isinstance(hook, str) else None
         self._powersgd_state: Any = None  # the PowerSGDState, kept when DDP is created again
         if hook == _POWERSGD and isinstance(state, Mapping):
@@ -476,12 +477,12 @@ def _send_short(wire: torch.dtype, bucket: Any) -> Any:
     sent = buffer.to(wire) if short else buffer
     future: Future[Any] = dist.all_reduce(sent, async_op=True).get_future()
 
-    def arrived(done: Future[Any]) -> Any:
+    def read_result(done: Future[Any]) -> Any:
         values = done.value()  # raises if the all-reduce failed
         # for a complex bucket, values[0] has the real pairs that were sent; torch 2.9 would read only half of them
         return buffer.copy_(values[0]) if short else buffer
 
-    return future.then(arrived)
+    return future.then(read_result)
 
 
 def _plain(hook: Callable[..., Any]) -> Callable[..., Any]:

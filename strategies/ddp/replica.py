@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainkit.accelerator.prepared_models import Wrapped
-from trainkit.console import shortened, warn
+from trainkit.console import join_names, warn
 from trainkit.distributed.world import World
 from trainkit.errors import LossError, ModuleError
 from trainkit.nested import leaves
@@ -55,7 +55,10 @@ class Replica:
         late: bool,
         target: nn.Module | None = None,
     ) -> None:
-        self._module, self._make, self._world, self.late = module, make, world, late
+        self._module = module
+        self._make = make
+        self._world = world
+        self.late = late
         self._window_due = due
         self._target = module if target is None else target
         self.ddp: FixedDDP | None = None
@@ -69,7 +72,7 @@ class Replica:
         return self._parameters
 
     @property
-    def trained(self) -> bool:
+    def is_trained(self) -> bool:
         """Whether any parameter required a gradient at the last check."""
         return True in self._flags
 
@@ -86,7 +89,7 @@ class Replica:
         if list(map(_REQUIRES_GRAD, self._parameters)) != self._flags:
             self._build()
 
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         """Whether all parameters are frozen now."""
         return True not in map(_REQUIRES_GRAD, self._parameters)
 
@@ -96,7 +99,7 @@ class Replica:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.ddp is None:
-            if not (self.trained and self.due()):
+            if not (self.is_trained and self.due()):
                 return self._target(*args, **kwargs)
             self.ddp = self._make(self._target, self.due)
         return self.ddp(*args, **kwargs)
@@ -138,7 +141,7 @@ class Replica:
                 self.ddp._check_reducer_finalized()  # type: ignore[no-untyped-call]
         except RuntimeError as error:
             without = [name for name, p in self._module.named_parameters() if p.requires_grad and p.grad is None]
-            which = shortened(without) if without else "some parameters"
+            which = join_names(without) if without else "some parameters"
             raise ModuleError(
                 f"the loss does not depend on {which}, but DDP expects a gradient for each parameter. Freeze them with "
                 "requires_grad_(False), or use strategy=DDPStrategy(find_unused_parameters=True). If one forward has two "
@@ -150,7 +153,7 @@ class Replica:
         self._parameters = list(self._module.parameters())
         self._flags = list(map(_REQUIRES_GRAD, self._parameters))
         self._check_same_trainable()
-        if self.trained and not self.late:
+        if self.is_trained and not self.late:
             self.ddp = self._make(self._target, self.due)
 
     def _check_same_trainable(self) -> None:
@@ -188,7 +191,8 @@ class _StepModule(nn.Module):
         super().__init__()
         self.module = module
         self._run = run
-        kind = next((p for p in module.parameters() if p.requires_grad), None)  # to share its bucket
+        # The probe parameter has its dtype and device, so that they share a bucket.
+        kind = next((p for p in module.parameters() if p.requires_grad), None)
         self.probe_parameter = nn.Parameter(
             torch.zeros(1) if kind is None else torch.zeros(1, dtype=kind.dtype, device=kind.device)
         )
@@ -213,7 +217,8 @@ class TrainingStep:
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], *, static_graph: bool, **options: Any) -> None:
-        self._step_module, self._static = _StepModule(module, run), static_graph
+        self._step_module = _StepModule(module, run)
+        self._static = static_graph
         self.replica = Replica(module, target=self._step_module, late=static_graph, **options)
         self._one = torch.ones_like(self.probe_parameter)
         self._root: Tensor
@@ -253,7 +258,8 @@ class TrainingStep:
         """Run the backward pass through the `backward` of a module."""
         reached: list[Tensor] = []
         with self._root.register_hook(reached.append):
-            call(loss + self._root.view(()).to(loss.dtype), **options)  # one root; it adds 0
+            # Adding the root, which is 0, makes the loss depend on it.
+            call(loss + self._root.view(()).to(loss.dtype), **options)
         if not reached:
             raise LossError(
                 "backward of the module did not compute the gradients of the loss, for which the other processes wait. Call "
@@ -262,7 +268,7 @@ class TrainingStep:
 
     def skip(self, had_loss: bool, due: bool) -> None:
         """Called instead of `backward` if the last call returned no loss, or a loss of weight 0."""
-        if not due or not self.replica.trained:
+        if not due or not self.replica.is_trained:
             if had_loss:
                 self.probe_parameter.grad = (
                     self._one.clone() if self.probe_parameter.grad is None else self.probe_parameter.grad + 1
@@ -295,7 +301,7 @@ class PreparedModel(Wrapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         replica = self.replica
-        if not torch.is_grad_enabled() or replica.frozen():
+        if not torch.is_grad_enabled() or replica.is_frozen():
             return self.module(*args, **kwargs)  # frozen for now, like the discriminator of a GAN in a generator step
         replica.rewrap_if_changed()
         replica.called = next(_CALLS)
@@ -325,7 +331,7 @@ class PreparedModel(Wrapped):
         """Called instead of a backward pass if this rank has no loss: participates in the all-reduce of the other ranks."""
         replica = self.replica
         called, replica.called = replica.called, 0
-        if not replica.due() or replica.frozen():
+        if not replica.due() or replica.is_frozen():
             return
         if not called:
             replica.rewrap_if_changed()  # the other ranks do so in their forward
@@ -382,7 +388,7 @@ class FixedDDP(DistributedDataParallel):
             init_sync=False,
             **options,
         )
-        self.broadcast_buffers = False  # some versions of torch warn if it is passed as an argument
+        self.broadcast_buffers = False  # Some versions of torch warn if it is passed as an argument.
         if self._fixed:
             self._build_buckets()
 

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from trainkit.strategies.fsdp.sharded_models import FSDPOptions, refuse_optimizer
-from trainkit.strategies.fsdp.units import choose_units, ignored_parameters
-from trainkit.strategy import Contents, Footprint, Held, StepMemory, Weight, in_backward, unsharded
+from trainkit.strategies.fsdp.units import choose_units, find_ignored_parameters
+from trainkit.strategy import Contents, Footprint, Held, StepMemory, Weight, footprint_on_one_device, in_backward
 
 __all__ = ["footprint"]
 
@@ -40,7 +40,7 @@ def footprint(contents: Contents, options: FSDPOptions, processes: int, name: st
     sizes = _ShardedRun(contents, options)
     offloads = options.offload_params is not None
     if processes == 1 and not (offloads or sizes.masters or options.mixed_precision):
-        return unsharded(name, contents)
+        return footprint_on_one_device(name, contents)
     shards = max(1, processes // options.replicas)
     kept, gradients = sizes.shards(shards)
     stays = sizes.not_sharded()
@@ -92,30 +92,32 @@ class _ShardedRun:
         self._reduce = _MASTER if self.masters else _itemsize(policy.reduce_dtype) if policy else None
         units, ignored = _members(contents, options)
         every = set(range(len(contents.weights)))
-        self.sharded, self.ignored = self._chosen(every - ignored), self._chosen(ignored)
+        self.sharded, self.ignored = self._select_weights(every - ignored), self._select_weights(ignored)
         self.all = self._unit(every - ignored)
         self.root = self._unit(every - ignored.union(*units))
         made = [self._unit(unit - ignored) for unit in units]
         self.unit = max(made, key=lambda unit: unit.parameters, default=_WholeUnit())
 
-    def _chosen(self, indices: set[int]) -> tuple[Weight, ...]:
+    def _select_weights(self, indices: set[int]) -> tuple[Weight, ...]:
         return tuple(self.stored.weights[i] for i in sorted(indices))
 
     def _unit(self, indices: set[int]) -> _WholeUnit:
         listed, parts = [self._contents.weights[i] for i in indices], self._options.tensor_parallel
         trained = [weight for weight in listed if weight.trained]
         reduced = sum(weight.numel * (self._reduce or self._compute or weight.itemsize) for weight in trained)
-        return _WholeUnit(self._computed(listed) // parts, self._computed(trained) // parts, reduced // parts)
+        return _WholeUnit(
+            self._count_compute_bytes(listed) // parts, self._count_compute_bytes(trained) // parts, reduced // parts
+        )
 
-    def _computed(self, weights: list[Weight]) -> int:
+    def _count_compute_bytes(self, weights: list[Weight]) -> int:
         return sum(weight.numel * (self._compute or weight.itemsize) for weight in weights)
 
     def shards(self, shards: int) -> tuple[Held, Held]:
         """A rank's parameters and optimizer state, and its gradients."""
-        own = sum(-(-weight.nbytes // shards) for weight in self.sharded)
+        weights = sum(-(-weight.nbytes // shards) for weight in self.sharded)
         gradients = sum(-(-weight.nbytes // shards) for weight in self.sharded if weight.trained)
         optimizer = -(-_state(self.sharded) // shards)
-        kept = Held(masters=own, optimizer=optimizer) if self.masters else Held(parameters=own, optimizer=optimizer)
+        kept = Held(masters=weights, optimizer=optimizer) if self.masters else Held(parameters=weights, optimizer=optimizer)
         return kept, Held(gradients=gradients)
 
     def not_sharded(self) -> Held:
@@ -127,7 +129,7 @@ class _ShardedRun:
     def _accumulates_whole(self) -> bool:
         return self.stored.window > 1 and self._options.accumulate == "once"
 
-    def _gathered(self, shards: int) -> int:
+    def _count_gathered_bytes(self, shards: int) -> int:
         """Bytes of whole parameters in the backward."""
         groups = self._options.reshard_after_forward
         if groups is False:
@@ -140,22 +142,22 @@ class _ShardedRun:
         """What a forward adds."""
         first = 2 * self.root.parameters if shards > 1 else self.root.parameters  # while its result is copied
         activations = max((held for held, gradients in self.stored.profile if not gradients), default=0)
-        return Held(buffers=max(first, self._gathered(shards)), activations=activations)
+        return Held(buffers=max(first, self._count_gathered_bytes(shards)), activations=activations)
 
     def in_reductions(self, shards: int) -> tuple[Held, Held]:
         """What the reduction of the last unit, and that of the root, add to all sharded gradients, without activations."""
         root, unit = self.root, self.unit
         waiting = self.all.gradients if self._accumulates_whole else root.gradients + unit.gradients
-        late = -(-waiting // shards)  # not sharded yet
+        late = -(-waiting // shards)  # The shards of these gradients are counted already.
         return (
-            Held(gradients=waiting - late, buffers=self._gathered(shards) + unit.reduced),
+            Held(gradients=waiting - late, buffers=self._count_gathered_bytes(shards) + unit.reduced),
             Held(gradients=root.gradients - -(-root.gradients // shards), buffers=root.reduced),
         )
 
     def in_backward(self, device: Held, host: Held, shards: int, offloads: bool) -> dict[str, StepMemory]:
         """The moment with activations."""
         root, unit = self.root, self.unit
-        held = device + Held(buffers=self._gathered(shards))
+        held = device + Held(buffers=self._count_gathered_bytes(shards))
         contents = replace(self.stored, weights=self.sharded)
         if self._accumulates_whole or shards == 1:  # all gradients are whole
             return in_backward(contents, held + Held(buffers=unit.reduced), host)
@@ -170,7 +172,7 @@ def _members(contents: Contents, options: FSDPOptions) -> tuple[list[set[int]], 
     units: list[set[int]] = []
     ignored: set[int] = set()
     for module in contents.modules:
-        ignored |= {index[id(parameter)] for parameter in ignored_parameters(module, options.ignored_modules)}
+        ignored |= {index[id(parameter)] for parameter in find_ignored_parameters(module, options.ignored_modules)}
         taken: set[int] = set()
         for unit in reversed(choose_units(module, options.wrap).values()):  # units inside of units first
             units.append({index[id(parameter)] for parameter in unit.parameters()} - taken)

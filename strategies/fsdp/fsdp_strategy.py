@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
 from functools import partial, wraps
 from inspect import ismethod
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainkit.accelerator.prepared_models import Wrapped
+from trainkit.checks import accepts, arguments_of, describe_arguments
 from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.parameter_placement import refuse_sharded
@@ -26,25 +24,22 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, ModuleError
 from trainkit.launch.joining import single_process_group
-from trainkit.module.blocks import Choice
 from trainkit.names import refuse_unknown
 from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.optim.optimizer_gradients import total_norm
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, average_gradients, check_modules_match
 from trainkit.strategies._processes import ProcessStrategy
-from trainkit.strategies.fsdp import sharded_models
+from trainkit.strategies.fsdp import INFO, sharded_models
 from trainkit.strategies.fsdp.fsdp_memory import footprint
-from trainkit.strategies.fsdp.info import INFO
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.sharded_models import FSDPOptions, Meshes, ShardedModels
-from trainkit.strategies.fsdp.units import Wrap
 from trainkit.strategy import Contents, Footprint
 
 __all__ = ["FSDPStrategy"]
 
 
-_BUCKET_MB = 25.0  # of gradients of parameters that are not sharded
+_BUCKET_MB = 25.0  # Bucket size for the gradients of parameters that are not sharded.
 
 
 class FSDPStrategy(ProcessStrategy):
@@ -58,30 +53,8 @@ class FSDPStrategy(ProcessStrategy):
     With automatic optimization, `training_step` and the other steps run while the parameters that belong to no unit are
     whole. Under manual optimization, each submodule of the module is sharded by itself: call it, and not its layers.
 
-    Args:
-        wrap: The units: classes of modules, names or patterns of names, a function `(name, module) -> bool`, or a list of
-            them; an int: the smallest modules with at least this number of parameters; `False`: the whole model is one unit.
-            Default: the repeated blocks of the model. What is in no unit belongs to the root, which stays gathered from its
-            forward to its backward.
-        reshard_after_forward: Free the parameters of a unit after its forward, and gather them again for its backward. An
-            int: keep them sharded over groups of this number of ranks. Default: `True`, except for the root.
-        mixed_precision: Torch's `MixedPrecisionPolicy`. Default: from the precision. `bf16-true` and `16-true` keep float32
-            shards as master weights, gather parameters in 16 bits and reduce gradients in float32.
-        offload_params: `"cpu"`: keep the shards of parameters, gradients and optimizer state in host memory, where the
-            optimizer steps.
-        replicas: Number of copies of the sharded model (HSDP): parameters are sharded over world size ÷ `replicas` ranks.
-        tensor_parallel: Number of ranks that share the computation of each layer, as `TrainModule.parallelize` says. They
-            read the same data.
-        ignored_modules: Modules that are not sharded, in the form of `wrap`. Their gradients are averaged as in DDP.
-        accumulate: `"once"`: reduce gradients in the last micro-batch of an accumulation window; until then each rank holds
-            whole gradients. `"reshard"`: reduce them in each micro-batch, which needs less memory and more communication.
-        forward_methods: Names of methods of the model, for your own training loop, that compute with its parameters, besides
-            `forward`, `generate` and the steps of a `TrainModule`. The parameters are whole while one runs; it is a collective.
-        process_group_backend: As in `DDPStrategy`.
-        timeout: As in `DDPStrategy`.
-        device: As in `DDPStrategy`.
-        precision: As in `Strategy`.
-        **unknown: Raises an error that names the replacement of an argument of Lightning's, torch's or Accelerate's.
+    All arguments are keywords. An argument of Lightning's, torch's or Accelerate's that is not here is an error that names
+    its replacement.
 
     Raises:
         ConfigurationError: An argument is wrong, unknown or unsupported.
@@ -98,43 +71,20 @@ class FSDPStrategy(ProcessStrategy):
     keeps_placement: ClassVar[bool] = False
     reduces_late: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        *,
-        wrap: Wrap = None,
-        reshard_after_forward: bool | int | None = None,
-        mixed_precision: MixedPrecisionPolicy | None = None,
-        offload_params: Literal["cpu"] | None = None,
-        replicas: int = 1,
-        tensor_parallel: int = 1,
-        ignored_modules: Choice | Sequence[Choice] | None = None,
-        accumulate: Literal["once", "reshard"] = "once",
-        forward_methods: Sequence[str] = (),
-        process_group_backend: str | None = None,
-        timeout: timedelta | float = timedelta(minutes=30),
-        device: str | torch.device = "auto",
-        precision: Precision | str | int | None = None,
-        **unknown: Any,
-    ) -> None:
-        refuse_unknown("FSDPStrategy", unknown, inspect.signature(FSDPStrategy).parameters)
-        super().__init__(process_group_backend, timeout, device, precision)
-        self.options = FSDPOptions(
-            wrap,
-            reshard_after_forward,
-            mixed_precision,
-            offload_params,
-            replicas,
-            tensor_parallel,
-            ignored_modules,
-            accumulate,
-            forward_methods,
-        )
+    @accepts(FSDPOptions)
+    def __init__(self, **arguments: Any) -> None:
+        known = arguments_of(FSDPOptions)
+        refuse_unknown("FSDPStrategy", {name: value for name, value in arguments.items() if name not in known}, known)
+        self.options = options = FSDPOptions(**arguments)
+        super().__init__(options.process_group_backend, options.timeout, options.device, options.precision)
         self.plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, reshard_after_forward=reshard_after_forward is not False, cpu_offload=offload_params is not None
+            fsdp_version=2,
+            reshard_after_forward=options.reshard_after_forward is not False,
+            cpu_offload=options.offload_params is not None,
         )
         self._meshes: Meshes | None = None
         self._group = ExitStack()  # the process group of a single process
-        self._described = ""  # what was sharded in the last run
+        self._described = ""  # Describes what was sharded in the last run.
         self._reset()
 
     def __repr__(self) -> str:
@@ -187,7 +137,7 @@ class FSDPStrategy(ProcessStrategy):
         check_modules_match(module, self.world, "FSDP")
         if self._sharded is None:
             self._sharded = ShardedModels(
-                self.options, self.precision, self.world, self.device, self._joined_meshes(), self.reduce_gradients
+                self.options, self.precision, self.world, self.device, self._get_meshes(), self.reduce_gradients
             )
         self._sharded.add(module)
         self._described = self._sharded.described
@@ -196,7 +146,7 @@ class FSDPStrategy(ProcessStrategy):
             self.sync_buffers()
         return module
 
-    def _joined_meshes(self) -> Meshes:
+    def _get_meshes(self) -> Meshes:
         if self._meshes is None:  # a single process
             if not torch.distributed.is_initialized():
                 backend = self.process_group_backend or ("nccl" if self.device.type == "cuda" else "gloo")
@@ -304,10 +254,10 @@ class FSDPStrategy(ProcessStrategy):
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """See `trainkit.Strategy.gathered_parameters`. Changes reach the master weights."""
-        return nullcontext() if self._sharded is None else self._sharded.gathered(module, modified)
+        return nullcontext() if self._sharded is None else self._sharded.gather_parameters(module, modified)
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        return {} if self._sharded is None else self._sharded.stored_weights(module)
+        return {} if self._sharded is None else self._sharded.list_stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         if self._sharded is not None:
@@ -321,7 +271,7 @@ class FSDPStrategy(ProcessStrategy):
                 "the run is over, so the optimizer's sharded state cannot be gathered any more. Save during fit, in a "
                 "callback: trainer.save_checkpoint(path); or only the weights: trainer.save_checkpoint(path, weights_only=True)"
             )
-        return sharded_models.stored_optimizer(optimizer, self._sharded)
+        return sharded_models.make_stored_optimizer(optimizer, self._sharded)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         sharded_models.load_optimizer(optimizer, stored, () if self._sharded is None else self._sharded)
@@ -337,7 +287,7 @@ class FSDPStrategy(ProcessStrategy):
         """Restore the modules: their parameters are whole again. Process groups stay open."""
         with ExitStack() as rest:  # runs all callbacks, even if one fails
             if self.world.size == 1:
-                self._meshes = None  # its process group ends too
+                self._meshes = None  # The process group of the meshes ends too.
             rest.callback(self._group.close)
             rest.callback(self._reset)
             if self._sharded is not None:
@@ -456,3 +406,6 @@ def clip_values(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamp each element of the gradients to [-clip_value, clip_value]."""
     for gradient in _gradients(parameters):
         _local(gradient).clamp_(-clip_value, clip_value)
+
+
+FSDPStrategy.__doc__ = describe_arguments(FSDPStrategy.__doc__, FSDPOptions)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from trainkit.console import notice, shortened
+from trainkit.console import join_names, notice
 from trainkit.distributed.parameter_placement import Range, own_range, part_at
 from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
@@ -76,7 +76,10 @@ class ShardedModel:
         inside = set(module.modules()) - {module}
         units = {name: unit for name, unit in units.items() if unit in inside}
         refuse_unshardable({**units, "": module}, ignored)
-        self.module, self.units, self._device, self._world = module, units, device, world
+        self.module = module
+        self.units = units
+        self._device = device
+        self._world = world
         self._unit_modules = set(units.values())
         self._slots = list(slots(module))
         self._former = [devices[slot] for slot in self._slots]
@@ -84,7 +87,7 @@ class ShardedModel:
         self._root: nn.Module = module if self._steps is None else self._steps
         self.all_units = (*units.values(), self._root)
         self._whole_in_forward: list[Tensor] = []  # the whole parameters that torch's forward uses; always the same objects
-        self._gathered = False  # inside `gathered`, where the parameters are other ones
+        self._gathered = False  # inside `gather_parameters`, where the parameters are other ones
         self._syncs = True
         self._unreduced: list[Any] = []  # the parameters whose gradients the last window should have reduced
         with ExitStack() as undo:  # if one fails
@@ -130,7 +133,8 @@ class ShardedModel:
                 self._whole_in_forward += [p for o, n in self._slots_of(unit) if (p := o._parameters[n]) is not None]
                 handles.pop().remove()
 
-            handles.append(unit.register_forward_pre_hook(collect))  # after torch's own, which makes them whole
+            # This hook runs after torch's own, which makes the parameters whole.
+            handles.append(unit.register_forward_pre_hook(collect))
             self._handles += handles
             if self._steps is not None and unit is not self._root:
                 self._handles.append(unit.register_forward_pre_hook(self._check_unit, prepend=True))
@@ -179,14 +183,15 @@ class ShardedModel:
     def forget(self) -> None:
         """Forget the outputs of the forwards so far."""
         if self._steps is not None:
-            self._steps.outputs, self._steps.units_ran = [], False
+            self._steps.outputs = []
+            self._steps.units_ran = False
 
     def _check_filled(self) -> None:
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         self.reshard()
         empty = [name for name in self._unfilled if (tensor := named.get(name)) is not None and has_no_values(tensor)]
         if empty:
-            shown = shortened(empty)
+            shown = join_names(empty)
             raise ModuleError(
                 f"{shown}: created on the meta device, and never filled with values. Load a checkpoint: ckpt_path=… of fit, "
                 "validate, test or predict; or create it outside of torch.device('meta'). A buffer that no checkpoint contains "
@@ -195,7 +200,7 @@ class ShardedModel:
         self._unfilled = []
 
     @property
-    def lent(self) -> set[int]:
+    def temporary_ids(self) -> set[int]:
         """The ids of the whole parameters that are in the places of sharded ones during a forward only."""
         return {id(p) for p in self._whole_in_forward} - {id(p) for p in self.whole}
 
@@ -228,7 +233,7 @@ class ShardedModel:
                 self._steps.in_backward = False
 
     @contextmanager
-    def masked_gradients(self) -> Iterator[None]:
+    def mask_gradients(self) -> Iterator[None]:
         """Within it a backward pass computes zero gradients. A zero gradient of the loss would not do: 0 × NaN is NaN."""
         with ExitStack() as masks:
             for parameter in {id(p): p for p in (*self._whole_in_forward, *self.whole)}.values():
@@ -243,13 +248,13 @@ class ShardedModel:
         """
         missing = [p for p in self.sharded if p.grad is None and p.requires_grad]
         if missing and self._steps is None:
-            reached = {id(parameter) for unit in self.all_units for parameter in self._reached(unit)}
+            reached = {id(parameter) for unit in self.all_units for parameter in self._find_reduced(unit)}
             missing = [p for p in missing if id(p) in reached]
         elif missing and all(parameter.grad is None for parameter in (*self.sharded, *self._whole_in_forward)):
             missing = []  # the window has trained other models
         self._unreduced = missing
 
-    def _reached(self, unit: nn.Module) -> list[Any]:
+    def _find_reduced(self, unit: nn.Module) -> list[Any]:
         """The parameters of a unit, if one of them has a reduced gradient."""
         parameters = [_parameter(slot) for slot in self._slots_of(unit)]
         return parameters if any(parameter.grad is not None for parameter in parameters) else []
@@ -263,7 +268,7 @@ class ShardedModel:
         missing = [name for name, parameter in self.module.named_parameters() if id(parameter) in unreduced]
         if not missing:
             return
-        shown = shortened(missing)
+        shown = join_names(missing)
         raise ModuleError(
             f"the backward pass has reduced no gradient for {shown}. Expected a loss that depends on each trained parameter, "
             "and units and steps that return tensors, or lists, tuples, dicts or dataclasses of tensors. Freeze what is not "
@@ -273,14 +278,15 @@ class ShardedModel:
     # ----------------------------------------------------------------------------------------------------- whole again
 
     @contextmanager
-    def gathered(self, module: nn.Module, modified: bool) -> Iterator[None]:
+    def gather_parameters(self, module: nn.Module, modified: bool) -> Iterator[None]:
         """Within it a part of the module has whole parameters on all ranks. Collective.
 
         Args:
             modified: Keep rank 0's changes.
         """
         self.reshard()
-        inside: dict[Slot, Any] = {slot: p for slot in slots(module) if isinstance(p := _parameter(slot), DTensor)}
+        parameters = ((slot, _parameter(slot)) for slot in slots(module))
+        inside: dict[Slot, Any] = {slot: parameter for slot, parameter in parameters if isinstance(parameter, DTensor)}
         whole = {id(parameter): self._whole(parameter) for parameter in {id(p): p for p in inside.values()}.values()}
         parts = set(module.modules())
         _set(inside, lambda parameter: whole[id(parameter)])
@@ -399,7 +405,9 @@ class Root(nn.Module):
         """Returns the result of `run`, and a tensor that depends on a parameter of the root, or `None`."""
         before = self._runs, self._keeps  # a method may be called inside another
         trains = torch.is_grad_enabled()
-        self._runs, self._keeps, self._has_run = True, trains, True
+        self._runs = True
+        self._keeps = trains
+        self._has_run = True
         try:
             results = run(*args, **kwargs)
         finally:
@@ -433,7 +441,7 @@ class Root(nn.Module):
 
     def keep_outputs(self, unit: nn.Module, args: Any, outputs: Any) -> None:
         """Keep the outputs of a unit in the current forward. A forward hook of the unit."""
-        if self._keeps:  # not where activation checkpointing runs the forward again
+        if self._keeps:  # It is False where activation checkpointing runs the forward again.
             self.units_ran = True
             self.outputs += [leaf for leaf in leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
@@ -464,7 +472,7 @@ class Shards:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._places
 
-    def sharded_tensor(self, tensor: DTensor, parameter: Tensor) -> ShardedTensor:
+    def make_sharded_tensor(self, tensor: DTensor, parameter: Tensor) -> ShardedTensor:
         """A parameter, or optimizer state that is sharded like it, in the form in which checkpoints save it."""
         return ShardedTensor(tensor.shape, tensor.dtype, partial(self._collect, tensor, parameter))
 
@@ -476,7 +484,8 @@ class Shards:
         rank, part = self._world.rank, tensor.to_local().detach()
         places = self._places[id(parameter)]
         senders = _senders(places, owner)
-        device = torch.device(tensor.device_mesh.device_type)  # of communication: an offloaded part is on the host
+        # The mesh's device is the one that communicates: an offloaded part is on the host.
+        device = torch.device(tensor.device_mesh.device_type)
         if rank != owner:
             if rank in senders:
                 dist.send(part.to(device).contiguous(), owner)

@@ -19,17 +19,24 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from trainkit.checks import Check, argument, arguments_of, check_arguments, is_whole
 from trainkit.data.micro_batches import MicroBatch
 from trainkit.distributed.world import Pending, World
 from trainkit.errors import ConfigurationError, ModuleError, OptimizerError
 from trainkit.module.blocks import Choice
-from trainkit.optim.optimizer_copy import StoredOptimizer, placeholder_parameter
+from trainkit.optim.optimizer_copy import StoredOptimizer, placeholder_parameter, quantizes
 from trainkit.precision import Precision, is_short
 from trainkit.strategies._collectives import broadcast
-from trainkit.strategies._quantized import quantizes
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, ReplicatedGradients, parallelize
-from trainkit.strategies.fsdp.units import Wrap, choose_units, describe_units, ignored_parameters, sharded_parts, slots
+from trainkit.strategies.fsdp.units import (
+    Wrap,
+    choose_units,
+    describe_units,
+    find_ignored_parameters,
+    find_sharded_parts,
+    slots,
+)
 from trainkit.tagged_json.tensors import ShardedTensor
 
 __all__ = [
@@ -38,8 +45,8 @@ __all__ = [
     "ShardedModels",
     "check_optimizer",
     "load_optimizer",
+    "make_stored_optimizer",
     "refuse_optimizer",
-    "stored_optimizer",
     "use_sharded_parameters",
 ]
 
@@ -64,14 +71,18 @@ class ShardedModels:
         meshes: Meshes,
         average: Callable[[list[Tensor]], None],
     ) -> None:
-        self._options, self._precision, self._world, self._device, self._meshes = options, precision, world, device, meshes
+        self._options = options
+        self._precision = precision
+        self._world = world
+        self._device = device
+        self._meshes = meshes
         self._models: list[ShardedModel] = []
         self._modules: list[nn.Module] = []
-        self._undo = ExitStack()  # of tensor parallelism
+        self._undo = ExitStack()  # Undoes tensor parallelism.
         check = ReplicatedGradients(self._models, meshes.whole, device).check if options.tensor_parallel > 1 else None
         self.window = GradientWindow(self._models, world, options.accumulate == "reshard", average, check)
         self.replaced: list[Replaced] = []
-        self._steps: ShardedModel | None = None  # of the module whose steps run while its root is whole
+        self._steps: ShardedModel | None = None  # The model whose steps run while its root is whole.
         self.described = ""
 
     def __iter__(self) -> Iterator[ShardedModel]:
@@ -84,9 +95,9 @@ class ShardedModels:
             ModuleError: A part cannot be sharded.
         """
         manual = not getattr(module, "automatic_optimization", True)
-        parts = sharded_parts(module) if manual else [module]
+        parts = find_sharded_parts(module) if manual else [module]
         inside = {parameter for part in parts for parameter in part.parameters()}
-        whole = ignored_parameters(module, self._options.ignored_modules) | (set(module.parameters()) - inside)
+        whole = find_ignored_parameters(module, self._options.ignored_modules) | (set(module.parameters()) - inside)
         devices = {(owner, name): owner._parameters[name].device for owner, name in slots(module)}  # type: ignore[union-attr]
         self._modules.append(module)
         self._options.convert(module, self._precision, whole)
@@ -94,7 +105,10 @@ class ShardedModels:
         self._precision.convert_layers(module)
         if self._options.tensor_parallel > 1:
             self._undo.callback(parallelize(module, self._meshes.whole, self._device))
-        units, ignored = choose_units(module, self._options.wrap), ignored_parameters(module, self._options.ignored_modules)
+        units, ignored = (
+            choose_units(module, self._options.wrap),
+            find_ignored_parameters(module, self._options.ignored_modules),
+        )
         described = describe_units(module, units, parts)
         options = {**self._options.arguments(self._precision, self._device), "mesh": self._meshes.shards}
         for part in parts:
@@ -147,12 +161,12 @@ class ShardedModels:
             self._check_gradients(optimizer)
             return None
 
-        def checked() -> Any:
+        def check_after_closure() -> Any:
             loss = closure()
             self._check_gradients(optimizer)
             return loss
 
-        return checked
+        return check_after_closure
 
     def _check_gradients(self, optimizer: Optimizer) -> None:
         for model in self._models:
@@ -164,7 +178,7 @@ class ShardedModels:
             self._precision.weights_changed(model.module)
 
     @contextmanager
-    def gathered(self, module: nn.Module, modified: bool) -> Iterator[None]:
+    def gather_parameters(self, module: nn.Module, modified: bool) -> Iterator[None]:
         """A context in which the parameters of a module are whole on all ranks. Collective.
 
         Args:
@@ -175,16 +189,18 @@ class ShardedModels:
         with ExitStack() as contexts:
             for model in self._models:
                 if model.module in inside or module in set(model.module.modules()):
-                    contexts.enter_context(model.gathered(module, modified))
+                    contexts.enter_context(model.gather_parameters(module, modified))
             yield
         if modified:
             self.note_weights_changed()
 
-    def stored_weights(self, module: nn.Module) -> dict[int, ShardedTensor]:
-        """See `trainkit.Strategy.stored_weights`."""
+    def list_stored_weights(self, module: nn.Module) -> dict[int, ShardedTensor]:
+        """See `trainkit.Strategy.list_stored_weights`."""
         self.reshard()
         inside = {id(parameter) for parameter in module.parameters()}
-        return {id(p): model.shards.sharded_tensor(p, p) for model in self._models for p in model.sharded if id(p) in inside}
+        return {
+            id(p): model.shards.make_sharded_tensor(p, p) for model in self._models for p in model.sharded if id(p) in inside
+        }
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
         """See `trainkit.Strategy.load_weights`."""
@@ -278,27 +294,32 @@ class GradientWindow:
         average: Callable[[list[Tensor]], None],
         check: Callable[[], None] | None = None,
     ) -> None:
-        self._models, self._world, self._reduces_each, self._average, self._check = models, world, reduces_each, average, check
+        self._models = models
+        self._world = world
+        self._reduces_each = reduces_each
+        self._average = average
+        self._check = check
         self._open = False  # the last backward pass was not that of the last micro-batch
         self._called: list[ShardedModel] = []  # the models with a forward in this window
         self._forwards: dict[int, int] = {}  # the number of forwards of each model at the last backward pass
-        self._had_loss = False  # since the last `any_loss`
-        self._pending: Pending | None = None  # all-reduce of whether any rank had a loss
-        self._any_loss: bool | None = None  # its result, until the next backward pass
+        self._had_loss = False  # Whether there was a loss since the last `any_loss`.
+        self._pending: Pending | None = None  # The all-reduce of whether any rank had a loss.
+        self._any_loss: bool | None = None  # The result of that all-reduce, until the next backward pass.
 
     @contextmanager
     def backward(self, micro: MicroBatch, had_loss: bool) -> Iterator[None]:
         """A context for a backward pass of a micro-batch, which may have several."""
         self._note_forwards()
-        self._open, self._any_loss = not micro.last, None
+        self._open = not micro.last
+        self._any_loss = None
         self._had_loss |= had_loss
         if micro.last and self._world.size > 1:
-            if self._pending is not None:  # of a backward pass before, in your own training loop
+            if self._pending is not None:  # In your own training loop an earlier backward pass may have left it.
                 self._pending.wait()
             self._pending = self._world.begin_largest([self._had_loss])  # overlaps the backward pass
         with ExitStack() as ends:
             for model in self._models:
-                model.forget()  # so that the backward pass can free them
+                model.forget()  # The backward pass can then free the outputs.
                 model.sync_gradients(micro.last or self._reduces_each)
                 ends.enter_context(model.in_backward())
             with self._world.collectives:
@@ -341,7 +362,7 @@ class GradientWindow:
             self._check_called()
         with self.backward(micro, had_loss=loss is not None), ExitStack() as masks:
             for model in self._models:
-                masks.enter_context(model.masked_gradients())
+                masks.enter_context(model.mask_gradients())
             if loss is not None:
                 backward(loss * 0.0)
             elif roots:
@@ -365,53 +386,98 @@ class GradientWindow:
         """Whether any rank had a loss in the window that has just ended, given whether this one had."""
         if self._pending is not None:
             (had_loss_anywhere,), self._pending = self._pending.wait(), None
-            self._any_loss, self._had_loss = bool(had_loss_anywhere), False
+            self._any_loss = bool(had_loss_anywhere)
+            self._had_loss = False
         return had_loss if self._any_loss is None else self._any_loss
 
 
 # -------------------------------------------------------------------------------------------------------------- options
 
 
-@dataclass(frozen=True)
-class FSDPOptions:
-    """The arguments of `FSDPStrategy`, which explains them."""
+def _one_of(*known: str | None) -> Check:
+    def check(value: Any, name: str) -> Any:
+        if value in known:
+            return value
+        raise ConfigurationError(
+            f"{name}={value!r}: expected {' or '.join(map(repr, known))}. For example: FSDPStrategy({name}={known[-1]!r})"
+        )
 
-    wrap: Wrap = None
-    reshard_after_forward: bool | int | None = None
-    mixed_precision: MixedPrecisionPolicy | None = None
-    offload_params: Literal["cpu"] | None = None
-    replicas: int = 1
-    tensor_parallel: int = 1
-    ignored_modules: Choice | Sequence[Choice] | None = None
-    accumulate: Literal["once", "reshard"] = "once"
-    forward_methods: Sequence[str] = ()
+    return check
+
+
+def _size(value: Any, name: str) -> Any:
+    if is_whole(value) and value >= 1:
+        return value
+    raise ConfigurationError(f"{name}={value!r}: expected a whole number ≥ 1. For example: FSDPStrategy({name}=2)")
+
+
+def _names(value: Any, name: str) -> Any:
+    if isinstance(value, str) or not all(isinstance(one, str) for one in value):
+        raise ConfigurationError(
+            f"{name}={value!r}: expected a list of names of methods. For example: FSDPStrategy({name}=['encode'])"
+        )
+    return value
+
+
+def _policy(value: Any, name: str) -> Any:
+    if value is None or isinstance(value, MixedPrecisionPolicy):
+        return value
+    raise ConfigurationError(
+        f"{name}={value!r}: expected torch.distributed.fsdp.MixedPrecisionPolicy. To compute "
+        f"in bfloat16: Trainer(precision='bf16-mixed' or 'bf16-true'), without {name}"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FSDPOptions:
+    """The arguments of `FSDPStrategy`, each stated once: its type, its default, its check, and here its text.
+
+    Args:
+        wrap: The units: classes of modules, names or patterns of names, a function `(name, module) -> bool`, or a list of
+            them; an int: the smallest modules with at least this number of parameters; `False`: the whole model is one unit.
+            Default: the repeated blocks of the model. What is in no unit belongs to the root, which stays gathered from its
+            forward to its backward.
+        reshard_after_forward: Free the parameters of a unit after its forward, and gather them again for its backward. An
+            int: keep them sharded over groups of this number of ranks. Default: `True`, except for the root.
+        mixed_precision: Torch's `MixedPrecisionPolicy`. Default: from the precision. `bf16-true` and `16-true` keep float32
+            shards as master weights, gather parameters in 16 bits and reduce gradients in float32.
+        offload_params: `"cpu"`: keep the shards of parameters, gradients and optimizer state in host memory, where the
+            optimizer steps.
+        replicas: Number of copies of the sharded model (HSDP): parameters are sharded over world size ÷ `replicas` ranks.
+        tensor_parallel: Number of ranks that share the computation of each layer, as `TrainModule.parallelize` says. They
+            read the same data.
+        ignored_modules: Modules that are not sharded, in the form of `wrap`. Their gradients are averaged as in DDP.
+        accumulate: `"once"`: reduce gradients in the last micro-batch of an accumulation window; until then each rank holds
+            whole gradients. `"reshard"`: reduce them in each micro-batch, which needs less memory and more communication.
+        forward_methods: Names of methods of the model, for your own training loop, that compute with its parameters, besides
+            `forward`, `generate` and the steps of a `TrainModule`. The parameters are whole while one runs; it is a collective.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: As in `DDPStrategy`.
+        device: As in `DDPStrategy`.
+        precision: As in `Strategy`.
+    """
+
+    wrap: Wrap = argument(None)
+    reshard_after_forward: bool | int | None = argument(None)
+    mixed_precision: MixedPrecisionPolicy | None = argument(None, _policy)
+    offload_params: Literal["cpu"] | None = argument(None, _one_of(None, "cpu"))
+    replicas: int = argument(1, _size)
+    tensor_parallel: int = argument(1, _size)
+    ignored_modules: Choice | Sequence[Choice] | None = argument(None)
+    accumulate: Literal["once", "reshard"] = argument("once", _one_of("once", "reshard"))
+    forward_methods: Sequence[str] = argument((), _names)
+    process_group_backend: str | None = argument(None, kept=False)
+    timeout: timedelta | float = argument(timedelta(minutes=30), kept=False)
+    device: str | torch.device = argument("auto", kept=False)
+    precision: Precision | str | int | None = argument(None, kept=False)
 
     def __post_init__(self) -> None:
-        for name, known in (("offload_params", (None, "cpu")), ("accumulate", ("once", "reshard"))):
-            value = getattr(self, name)
-            if value not in known:
-                raise ConfigurationError(
-                    f"{name}={value!r}: expected {' or '.join(map(repr, known))}. For example: "
-                    f"FSDPStrategy({name}={known[-1]!r})"
-                )
-        for name in ("replicas", "tensor_parallel"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: expected a whole number ≥ 1. For example: FSDPStrategy({name}=2)")
-        if isinstance(self.forward_methods, str) or not all(isinstance(name, str) for name in self.forward_methods):
-            raise ConfigurationError(
-                f"forward_methods={self.forward_methods!r}: expected a list of names of methods. For example: "
-                "FSDPStrategy(forward_methods=['encode'])"
-            )
-        if self.mixed_precision is not None and not isinstance(self.mixed_precision, MixedPrecisionPolicy):
-            raise ConfigurationError(
-                f"mixed_precision={self.mixed_precision!r}: expected torch.distributed.fsdp.MixedPrecisionPolicy. To compute "
-                "in bfloat16: Trainer(precision='bf16-mixed' or 'bf16-true'), without mixed_precision"
-            )
+        check_arguments(FSDPOptions, vars(self))
 
     def non_defaults(self) -> dict[str, Any]:
-        """The options that do not have their default."""
-        return {name: value for name, value in vars(self).items() if value != getattr(type(self), name)}
+        """The options that do not have their default, without those of a `ProcessStrategy`."""
+        kept = [name for name, stated in arguments_of(FSDPOptions).items() if stated.kept]
+        return {name: value for name in kept if (value := getattr(self, name)) != getattr(FSDPOptions, name)}
 
     def needs_sharding_alone(self, precision: Precision) -> bool:
         """Whether a single process needs `fully_shard` too: for master weights, or to offload parameters."""
@@ -512,7 +578,7 @@ def use_sharded_parameters(optimizer: Optimizer, models: ShardedModels) -> None:
         OptimizerError: It was made during a forward.
     """
     owners = _owners(models)
-    _refuse_lent(optimizer, {key for model in models for key in model.lent})
+    _refuse_lent(optimizer, {key for model in models for key in model.temporary_ids})
     state = {}
     for group in optimizer.param_groups:
         for place, parameter in enumerate(group["params"]):
@@ -523,7 +589,7 @@ def use_sharded_parameters(optimizer: Optimizer, models: ShardedModels) -> None:
             if parameter in optimizer.state:
                 whole_state, model = optimizer.state.pop(parameter), owners.get(id(current))
                 state[current] = (
-                    whole_state if model is None or current is parameter else _sharded_state(whole_state, current, model)
+                    whole_state if model is None or current is parameter else _shard_state(whole_state, current, model)
                 )
     optimizer.state.update(state)
 
@@ -541,15 +607,15 @@ def _owners(models: Iterable[ShardedModel]) -> dict[int, ShardedModel]:
     return {id(parameter): model for model in models for parameter in model.sharded}
 
 
-def _sharded_state(state: dict[str, Any], parameter: Any, model: ShardedModel) -> dict[str, Any]:
+def _shard_state(state: dict[str, Any], parameter: Any, model: ShardedModel) -> dict[str, Any]:
     """Whole tensors of the parameter's shape become sharded ones."""
 
-    def sharded(value: Any) -> Any:
+    def shard(value: Any) -> Any:
         if not isinstance(value, Tensor) or not value.ndim or value.shape != parameter.shape:
             return value
         return _shard_of(value, parameter, model)
 
-    return {slot: sharded(value) for slot, value in state.items()}
+    return {slot: shard(value) for slot, value in state.items()}
 
 
 def _shard_of(whole: Tensor, parameter: DTensor, model: ShardedModel) -> Any:
@@ -559,7 +625,7 @@ def _shard_of(whole: Tensor, parameter: DTensor, model: ShardedModel) -> Any:
     return made
 
 
-def stored_optimizer(optimizer: Optimizer, models: Iterable[ShardedModel]) -> StoredOptimizer:
+def make_stored_optimizer(optimizer: Optimizer, models: Iterable[ShardedModel]) -> StoredOptimizer:
     """The optimizer with whole parameters and whole state, which is gathered when the checkpoint is written."""
     owners = _owners(models)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -567,7 +633,7 @@ def stored_optimizer(optimizer: Optimizer, models: Iterable[ShardedModel]) -> St
     for parameter in parameters:
         model = owners.get(id(parameter))
         slots = {
-            slot: _stored(slot, value, parameter, model, optimizer) if model is not None else value
+            slot: _store_value(slot, value, parameter, model, optimizer) if model is not None else value
             for slot, value in optimizer.state.get(parameter, {}).items()
         }
         if slots:
@@ -575,7 +641,7 @@ def stored_optimizer(optimizer: Optimizer, models: Iterable[ShardedModel]) -> St
     return stored
 
 
-def _stored(slot: str, value: Any, parameter: Tensor, model: ShardedModel, optimizer: Optimizer) -> Any:
+def _store_value(slot: str, value: Any, parameter: Tensor, model: ShardedModel, optimizer: Optimizer) -> Any:
     if not isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:
@@ -583,7 +649,7 @@ def _stored(slot: str, value: Any, parameter: Tensor, model: ShardedModel, optim
             f"{type(optimizer).__name__} has sharded state of another shape than its parameter ({slot}: {tuple(value.shape)}, "
             f"the parameter: {tuple(parameter.shape)}), which FSDP cannot save. Use torch.optim.AdamW, or strategy='ddp'."
         )
-    return model.shards.sharded_tensor(value, parameter)
+    return model.shards.make_sharded_tensor(value, parameter)
 
 
 @torch.no_grad()
@@ -597,12 +663,12 @@ def load_optimizer(optimizer: Optimizer, stored: StoredOptimizer, models: Iterab
         for parameter in group["params"]:
             slots, model = stored.state(parameter), owners.get(id(parameter))
             if slots:
-                state[parameter] = {slot: _loaded(slot, v, parameter, model, on_device) for slot, v in slots.items()}
+                state[parameter] = {slot: _load_value(slot, v, parameter, model, on_device) for slot, v in slots.items()}
     optimizer.state.clear()
     optimizer.state.update(state)
 
 
-def _loaded(slot: str, value: Any, parameter: Any, model: ShardedModel | None, on_device: bool) -> Any:
+def _load_value(slot: str, value: Any, parameter: Any, model: ShardedModel | None, on_device: bool) -> Any:
     if not isinstance(value, Tensor):
         return value
     if value.ndim and value.shape == parameter.shape and model is not None:

@@ -15,22 +15,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from trainkit.console import shortened
+from trainkit.console import join_names
 from trainkit.errors import MissingMethodError, ModuleError
 from trainkit.module.train_module import TrainModule
 from trainkit.strategies._collectives import broadcast
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.units import Slot, slots
 
-__all__ = ["Replaced", "ReplicatedGradients", "parallelize", "tied_slots"]
+__all__ = ["Replaced", "ReplicatedGradients", "find_tied_slots", "parallelize"]
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-_MARK = "_distribute_module_applied"  # with it, torch refuses to apply a plan again
+_MARK = "_distribute_module_applied"  # A module with this attribute cannot get a plan again.
 _LAST_CHECKED_WINDOW = 64  # the first, second, fourth, ... accumulation window are checked
 _TOLERANCE = 0.02  # relative; parts of a gradient differ by about its size, and gradients of equal inputs only by rounding
 
 
-def tied_slots(module: nn.Module) -> list[list[Slot]]:
+def find_tied_slots(module: nn.Module) -> list[list[Slot]]:
     """The places of each parameter that has several."""
     places: dict[int, list[Slot]] = {}
     for owner, name in slots(module):
@@ -58,7 +58,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> Ca
         if not tensor.is_meta:
             tensor.data = tensor.data.to(device)
     broadcast([parameter.data for parameter in module.parameters() if not parameter.is_meta])
-    ties = tied_slots(module)
+    ties = find_tied_slots(module)
     before = [(part, name, set(getattr(part, name))) for part in module.modules() for name in _HOOKS]
 
     def remove_hooks() -> None:
@@ -148,7 +148,8 @@ class ReplicatedGradients:
     """
 
     def __init__(self, models: Sequence[ShardedModel], mesh: DeviceMesh, device: torch.device) -> None:
-        self._models, self._device = models, device
+        self._models = models
+        self._device = device
         self._group = mesh["tensor"].get_group()
         self._windows = 0
 
@@ -164,7 +165,7 @@ class ReplicatedGradients:
         dist.all_reduce(differences, op=dist.ReduceOp.MAX)
         wrong = [name for (name, _), difference in zip(named, differences.tolist(), strict=True) if difference > _TOLERANCE]
         if wrong:
-            shown = shortened(wrong)
+            shown = join_names(wrong)
             raise ModuleError(
                 f"{shown}: the ranks of a tensor-parallel group have different gradients, because each uses another part of "
                 "the activations, or other random numbers in dropout. Expected a plan for each parameter that sees parts of "

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, ModuleError
-from trainkit.module.blocks import Choice, chosen_modules, described_modules, repeated_blocks
+from trainkit.module.blocks import Choice, describe_modules, find_repeated_blocks, select_modules
 
 __all__ = [
     "Slot",
@@ -20,9 +20,9 @@ __all__ = [
     "callable_parts",
     "choose_units",
     "describe_units",
-    "ignored_parameters",
+    "find_ignored_parameters",
+    "find_sharded_parts",
     "refuse_unshardable",
-    "sharded_parts",
     "slots",
 ]
 
@@ -48,16 +48,16 @@ def choose_units(module: nn.Module, wrap: Wrap) -> dict[str, nn.Module]:
     if wrap is False:
         return {}
     if wrap is None or wrap is True:
-        chosen = repeated_blocks(module)
+        chosen = find_repeated_blocks(module)
     elif isinstance(wrap, int):
         chosen = _of_size(module, wrap)
     else:
-        chosen = chosen_modules(module, wrap, "wrap")
+        chosen = select_modules(module, wrap, "wrap")
     units = {name: unit for name, unit in chosen.items() if _has_forward(unit) and not _shares_parameters(module, unit)}
     left = {name: type(unit).__name__ for name, unit in chosen.items() if name not in units}
     if left and not (wrap is None or wrap is True or isinstance(wrap, int)):
         notice(
-            f"wrap: {described_modules(left)} cannot be sharded by itself: it has no forward or parameters, or shares a "
+            f"wrap: {describe_modules(left)} cannot be sharded by itself: it has no forward or parameters, or shares a "
             "parameter with the rest of the model. Its parameters belong to the unit around it."
         )
     return units
@@ -87,8 +87,8 @@ def describe_units(module: nn.Module, units: Mapping[str, nn.Module], roots: Seq
     """
     inner = {name: type(unit).__name__ for name, unit in units.items() if unit not in roots}
     outer = {name: type(part).__name__ for name, part in module.named_modules() if name and part in roots}
-    rest = f"the roots: {described_modules(outer)}" if outer else "the root"
-    return f"{described_modules(inner)}, and {rest}" if inner else rest
+    rest = f"the roots: {describe_modules(outer)}" if outer else "the root"
+    return f"{describe_modules(inner)}, and {rest}" if inner else rest
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -100,7 +100,7 @@ def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def sharded_parts(module: nn.Module) -> list[nn.Module]:
+def find_sharded_parts(module: nn.Module) -> list[nn.Module]:
     """The parts of a module that are sharded each by itself under manual optimization."""
     parts = list(callable_parts(module))
     for part in parts:
@@ -140,13 +140,13 @@ def slots(module: nn.Module, stop: Callable[[nn.Module], bool] = lambda part: Fa
         pending += [child for child in reversed(list(part.children())) if not stop(child)]
 
 
-def ignored_parameters(module: nn.Module, ignored_modules: Any) -> set[nn.Parameter]:
+def find_ignored_parameters(module: nn.Module, ignored_modules: Any) -> set[nn.Parameter]:
     """The parameters that stay whole on each rank: those of the modules that the user names, and scalars.
 
     Raises:
         ConfigurationError: A name matches no module.
     """
-    chosen = {} if ignored_modules is None else chosen_modules(module, ignored_modules, "ignored_modules")
+    chosen = {} if ignored_modules is None else select_modules(module, ignored_modules, "ignored_modules")
     ignored = {p for part in chosen.values() for p in part.parameters()}
     return ignored | {p for p in module.parameters() if p.ndim == 0}
 

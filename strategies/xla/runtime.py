@@ -30,7 +30,7 @@ __all__ = [
     "compilations",
     "count_devices",
     "import_torch_xla",
-    "loaded_ahead",
+    "load_ahead",
     "read_on_all_ranks",
     "refuse_late_runtime",
     "require",
@@ -237,7 +237,8 @@ class BatchSharding:
 
     def __init__(self, mesh: Any, axes: tuple[str, ...]) -> None:
         self._spmd = importlib.import_module("torch_xla.distributed.spmd")
-        self.mesh, self._axes = mesh, axes
+        self.mesh = mesh
+        self._axes = axes
         self.parts = math.prod(mesh.shape()[axis] for axis in axes)
         self._specs: dict[int, Any] = {}
 
@@ -279,7 +280,7 @@ def to_xla(batch: Any, device: torch.device, sharding: BatchSharding | None) -> 
     return batch if sharding is None else sharding.mark(batch)
 
 
-def loaded_ahead(
+def load_ahead(
     items: Iterator[Any],
     load: Callable[[Any, int], Any] | None,
     start: int,
@@ -317,7 +318,7 @@ def loaded_ahead(
     arrivals = iter(loader)
     waiting: deque[tuple[Any, bool]] = deque()
 
-    def arrived() -> Any:
+    def receive() -> Any:
         item, sent = waiting.popleft()
         item = _with_tensors(item, next(arrivals)) if sent else item
         return to_xla(item, device, sharding) if _moves_itself(item) else item
@@ -329,9 +330,9 @@ def loaded_ahead(
                 feed.put(tensors)
             waiting.append((item, bool(tensors)))
             if len(waiting) > 1:
-                yield arrived()
+                yield receive()
         while waiting:
-            yield arrived()
+            yield receive()
             before()
     finally:
         feed.end()

@@ -12,9 +12,11 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainkit.console import set_printing
 from trainkit.distributed.world import Pending, ThreadExchange, World
@@ -53,8 +55,12 @@ class ReplicaScheduler:
         if len(self._joining) < self.size or self._waiting_for:
             return
         self._waiting_for = dict.fromkeys(self._joining)
-        self._joining, self._running, self._failed = set(), 0, None
-        self._submitted, self._read_counts, self._counts = {}, {}, {}
+        self._joining = set()
+        self._running = 0
+        self._failed = None
+        self._submitted = {}
+        self._read_counts = {}
+        self._counts = {}
         self._changed.notify_all()
 
     def leave(self, rank: int, error: BaseException | None = None) -> None:
@@ -153,6 +159,16 @@ class ThreadWorld(World):
     def exchange(self, value: Any) -> list[Any]:
         return [json.loads(text) for text in self.gather("exchange", json.dumps(value))]
 
+    def from_main(self, value: Any) -> Any:
+        return self.exchange(value if self.is_main else None)[0]
+
+    def collect(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        values = self.exchange(value)
+        return self.from_main(answer(values) if self.is_main else None)
+
+    def combine(self, value: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return reduce(function, [torch.tensor(row, dtype=value.dtype) for row in self.exchange(value.tolist())])
+
     def exchange_state(self, value: Any) -> list[Any]:
         return [copy.deepcopy(other) for other in self.gather("state", value)]
 
@@ -180,7 +196,8 @@ class ThreadWorld(World):
 
 class _Largest(Pending):
     def __init__(self, world: ThreadWorld, key: _Key) -> None:
-        self._world, self._key = world, key
+        self._world = world
+        self._key = key
 
     def wait(self) -> list[int]:
         rows = self._world.scheduler.values(self._world.rank, self._key)
@@ -198,3 +215,6 @@ class _ReplicaExchange(ThreadExchange):
 
     def exchange(self, value: Any, while_waiting: Callable[[], None] | None = None) -> list[Any]:
         return [json.loads(text) for text in self._world.gather(f"thread exchange {self._name}", json.dumps(value))]
+
+    def collect(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        return self._world.collect(value, answer)

@@ -39,8 +39,8 @@ __all__ = [
     "make_mesh",
     "replica_world",
     "resolve_mode",
+    "shard_footprint",
     "shard_state",
-    "sharded_footprint",
 ]
 
 
@@ -81,7 +81,7 @@ def replica_world(requested: RequestedDevices, xr: Any, timeout: timedelta) -> W
             "Use mode='spmd'."
         )
     place = place_in_slice(rank, size, int(xr.local_ordinal()), here, os.environ, os.getppid())
-    return _checked(join(requested, backend="gloo", timeout=timeout, place=place), size)
+    return _check_size(join(requested, backend="gloo", timeout=timeout, place=place), size)
 
 
 def host_world(requested: RequestedDevices, xr: Any, timeout: timedelta) -> World:
@@ -92,10 +92,10 @@ def host_world(requested: RequestedDevices, xr: Any, timeout: timedelta) -> Worl
     """
     place = place_in_slice(int(xr.process_index()), int(xr.process_count()), 0, 1, os.environ, 0)
     hosts = RequestedDevices(requested.accelerator, nodes=requested.nodes, as_started=True)
-    return _checked(join(hosts, backend="gloo", timeout=timeout, place=place), int(xr.process_count()))
+    return _check_size(join(hosts, backend="gloo", timeout=timeout, place=place), int(xr.process_count()))
 
 
-def _checked(world: World, size: int) -> World:
+def _check_size(world: World, size: int) -> World:
     if world.size != size:
         raise ConfigurationError(
             f"there are {world.size} processes ({world.launcher}), but XLA's runtime has {size}, so each would train alone. "
@@ -114,7 +114,9 @@ class Replicas:
     """
 
     def __init__(self, world: World, device: torch.device, run: Callable[[], None]) -> None:
-        self.world, self.device, self._run = world, device, run
+        self.world = world
+        self.device = device
+        self._run = run
         self._xm: Any = importlib.import_module("torch_xla.core.xla_model")
         (self._is_main,) = self._xm.send_cpu_data_to_device([torch.tensor(world.rank == 0)], device)
         self.had_loss = False
@@ -142,7 +144,7 @@ class Replicas:
             had_loss = any(one[0] for one in had)
             for parameter, *there in zip(listed, *(one[1:] for one in had), strict=True):
                 if parameter.grad is not None:
-                    parameter.grad = parameter.grad.clone()  # not a view, which not all replicas would have
+                    parameter.grad = parameter.grad.clone()  # A view must not stay: not all replicas would have it.
                 elif any(there):
                     zeros = torch.zeros(parameter.shape, dtype=parameter.dtype)
                     (parameter.grad,) = self._xm.send_cpu_data_to_device([zeros], self.device)
@@ -162,7 +164,7 @@ class Replicas:
             self._xm.all_reduce(self._xm.REDUCE_SUM, values, pin_layout=False)
             tensor.detach().copy_(values[0])
 
-    def gathered(self, data: Any) -> Any:
+    def gather(self, data: Any) -> Any:
         """Gather tensors from all replicas, stacked along a new first dimension."""
         tensors = [leaf for leaf in leaves(data) if isinstance(leaf, Tensor)]
         by_rank = self.world.exchange([[str(tensor.dtype), list(tensor.shape)] for tensor in tensors])
@@ -182,7 +184,8 @@ class _Replica:
     """The function that `torch_xla.launch` calls in each replica: runs the user's function as one of the replicas."""
 
     def __init__(self, function: Callable[..., Any], devices: int | None) -> None:
-        self._function, self._devices = function, devices
+        self._function = function
+        self._devices = devices
 
     def __call__(self, index: int, *args: Any) -> Any:
         xr: Any = importlib.import_module("torch_xla.runtime")
@@ -213,7 +216,7 @@ def launch(function: Callable[..., Any], args: tuple[Any, ...], devices: int | N
     choose_runtime(RequestedDevices("auto", devices))
     if os.environ["PJRT_DEVICE"] == "CPU":
         os.environ["PJRT_CPU_ASYNC_CLIENT"] = "0"  # read when the runtime starts
-    os.environ[REPLICA] = "1"  # for both threads and processes
+    os.environ[REPLICA] = "1"  # Threads and processes both read it.
     try:
         import_torch_xla().launch(_Replica(function, devices), args=args, **options)
     finally:
@@ -285,7 +288,8 @@ class SPMDModel(Wrapped):
         self.training = module.training
         fsdp: Any = importlib.import_module("torch_xla.experimental.spmd_fully_sharded_data_parallel")
         self._spmd: Any = importlib.import_module("torch_xla.distributed.spmd")
-        self._mesh, self._marks = mesh, list[RemovableHandle]()
+        self._mesh = mesh
+        self._marks = list[RemovableHandle]()
         called = _FunctionModule(module)
         # set in __dict__, so that it is not registered as a submodule
         self.__dict__["_fsdp"] = fsdp.SpmdFullyShardedDataParallel(called, mesh=mesh, shard_output=self._shard_outputs)
@@ -338,7 +342,7 @@ def shard_state(optimizers: Iterable[Optimizer]) -> None:
                     xlac._xla_mark_sharding(value, sharding)
 
 
-def sharded_footprint(whole: Footprint, contents: Contents, devices: int) -> Footprint:
+def shard_footprint(whole: Footprint, contents: Contents, devices: int) -> Footprint:
     """The memory of one device if everything but buffers is sharded."""
     held = whole.moments["update"].device
     each = Held(

@@ -25,7 +25,7 @@ from trainkit.metrics.values import TO_HOST
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, check_modules_match
 from trainkit.strategies._processes import duration
-from trainkit.strategies.xla.info import INFO
+from trainkit.strategies.xla import INFO
 from trainkit.strategies.xla.runtime import (
     BatchSharding,
     XLAGenerator,
@@ -34,7 +34,7 @@ from trainkit.strategies.xla.runtime import (
     compilations,
     count_devices,
     import_torch_xla,
-    loaded_ahead,
+    load_ahead,
     read_on_all_ranks,
     refuse_late_runtime,
     require,
@@ -51,8 +51,8 @@ from trainkit.strategies.xla.xla_replicas import (
     make_mesh,
     replica_world,
     resolve_mode,
+    shard_footprint,
     shard_state,
-    sharded_footprint,
 )
 from trainkit.strategy import Contents, Footprint, Strategy
 
@@ -94,7 +94,7 @@ class XLAStrategy(Strategy):
     name: ClassVar[str] = "xla"
     info = INFO
     averages_in_step: ClassVar[bool] = True
-    can_sync_batchnorm: ClassVar[bool] = True  # with SPMD, BatchNorm uses the batches of all devices anyway
+    can_sync_batchnorm: ClassVar[bool] = True  # With SPMD, BatchNorm uses the batches of all devices anyway.
     compiles: ClassVar[bool] = False
     keeps_placement: ClassVar[bool] = False
     lazy_tensors: ClassVar[bool] = True
@@ -117,7 +117,9 @@ class XLAStrategy(Strategy):
             raise ConfigurationError(
                 "mesh, fsdp and pad_last_batch do not work with mode='replicas', where models are separate. Use mode='spmd'."
             )
-        self.mode, self.fsdp, self.pad_last_batch = mode, fsdp, pad_last_batch
+        self.mode = mode
+        self.fsdp = fsdp
+        self.pad_last_batch = pad_last_batch
         self._accelerator = str(device)
         self._mesh_argument = mesh
         self._compilation_cache = compilation_cache
@@ -132,9 +134,9 @@ class XLAStrategy(Strategy):
         self._reset()
 
     def _reset(self) -> None:
-        self._models: dict[int, SPMDModel] = {}  # by id of the user's module
+        self._models: dict[int, SPMDModel] = {}  # Id of the user's module → its model.
         self._any_loss = False
-        self._pending = False  # there may be recorded operations since the last sync
+        self._pending = False  # Whether operations may have been recorded since the last sync.
         self._buffers = Buffers()
 
     @property
@@ -224,7 +226,7 @@ class XLAStrategy(Strategy):
         return compilations()
 
     def compilation_hints(self) -> Mapping[str, int]:
-        """See `trainkit.Strategy.compilation_hints`. Empty for threads, whose counts cannot be told apart."""
+        """See `trainkit.Strategy.compilation_hints`. Empty for threads, whose counts are not separate."""
         return {} if isinstance(self.world, ThreadWorld) else compilation_hints()
 
     def sync(self) -> None:
@@ -299,12 +301,12 @@ class XLAStrategy(Strategy):
         if name == "training_step":
             return step
 
-        def synced(*args: Any) -> Any:
+        def step_and_sync(*args: Any) -> Any:
             outputs = step(*args)
             self.sync()
             return outputs
 
-        return synced
+        return step_and_sync
 
     def restored(self, optimizers: Iterable[Optimizer]) -> None:
         """See `trainkit.Strategy.restored`. Shards loaded optimizer state like its parameters."""
@@ -316,7 +318,7 @@ class XLAStrategy(Strategy):
 
     @property
     def ahead(self) -> Callable[..., Iterator[Any]]:
-        return partial(loaded_ahead, device=self.device, sharding=self._sharding, before=self._sync_pending)
+        return partial(load_ahead, device=self.device, sharding=self._sharding, before=self._sync_pending)
 
     def move(self, batch: Any) -> Any:
         return to_xla(batch, self.device, self._sharding)
@@ -377,7 +379,7 @@ class XLAStrategy(Strategy):
             return data
         if sync_grads:
             raise ConfigurationError("all_gather(sync_grads=True) is not supported with mode='replicas'. Use mode='spmd'.")
-        return self._replicas.gathered(data)
+        return self._replicas.gather(data)
 
     def sync_buffers(self) -> None:
         """See `trainkit.Strategy.sync_buffers`. Syncs, for a window without an optimizer step."""
@@ -393,7 +395,7 @@ class XLAStrategy(Strategy):
     def footprint(self, contents: Contents, processes: int) -> Footprint:
         """See `trainkit.Strategy.footprint`. `processes` counts devices; `fsdp` shards everything but buffers."""
         whole = super().footprint(contents, processes)
-        return sharded_footprint(whole, contents, processes) if self.fsdp else whole
+        return shard_footprint(whole, contents, processes) if self.fsdp else whole
 
     def teardown(self) -> None:
         """Release the models and their hooks."""
@@ -429,7 +431,9 @@ class Rate(float):
 
     def __new__(cls, value: float, group: int, cache: TensorCache) -> Rate:
         made = super().__new__(cls, _avoid_constants(value, group))
-        made.exact, made.group, made.cache = value, group, cache
+        made.exact = value
+        made.group = group
+        made.cache = cache
         return made
 
     @classmethod
@@ -486,7 +490,8 @@ class _Beta(float):
 
     def __new__(cls, value: float, group: int, cache: TensorCache) -> _Beta:
         made = super().__new__(cls, value)
-        made.group, made.cache = group, cache
+        made.group = group
+        made.cache = cache
         return made
 
     def __pow__(self, exponent: Any, modulo: None = None) -> Any:

@@ -292,7 +292,7 @@ class _Reader:
             self._config.options["activation_checkpointing"] = dict(checkpointing)
         for name in ("optimizer", "scheduler"):
             if section := self._section(content, name):
-                setattr(self._config, name, self._typed(name, section))
+                setattr(self._config, name, self._read_type(name, section))
 
     def _read_zero(self, zero: Mapping[str, Any]) -> None:
         for key, new in _OLD.items():
@@ -350,11 +350,11 @@ class _Reader:
             scaled["init_scale"] = 2.0 ** self._number("initial_scale_power", fp16["initial_scale_power"])
         if fp16.get("loss_scale_window", AUTO) != AUTO:
             scaled["growth_interval"] = int(self._number("loss_scale_window", fp16["loss_scale_window"]))
-        if self._enabled("fp16", fp16):
+        if self._is_enabled("fp16", fp16):
             enabled["fp16"] = Precision("16-true", **scaled)
-        if self._enabled("bf16", bf16):
+        if self._is_enabled("bf16", bf16):
             enabled["bf16"] = Precision("bf16-true")
-        if self._enabled("torch_autocast", autocast):
+        if self._is_enabled("torch_autocast", autocast):
             dtype = _DTYPES.get(autocast.get("dtype", "bf16"))
             if dtype is None:
                 raise self._error(f"'torch_autocast': 'dtype' must be 'bfloat16' or 'float16', not {autocast['dtype']!r}")
@@ -374,7 +374,7 @@ class _Reader:
             elif key in unused:
                 self._config.without_effect.append(f"{name}.{key}")
 
-    def _enabled(self, name: str, section: Mapping[str, Any]) -> bool:
+    def _is_enabled(self, name: str, section: Mapping[str, Any]) -> bool:
         value = section.get("enabled", False)
         if not isinstance(value, bool) and value != AUTO and not is_off(value):
             raise self._error(f"{name!r}: 'enabled' must be true, false or 'auto', not {value!r}")
@@ -410,7 +410,7 @@ class _Reader:
         feature = _MISSING.get(name, {}).get(key)
         return f": trainkit does not implement {feature}" if feature else ""
 
-    def _typed(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_type(self, name: str, section: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the type and the parameters of the section `optimizer` or `scheduler`."""
         self._refuse_unknown(name, section, ["type", "params"])
         if not isinstance(section.get("type"), str):
@@ -418,7 +418,8 @@ class _Reader:
         params = dict(self._section(section, "params"))
         if name == "scheduler":
             return {"type": section["type"], "params": params}
-        if not is_off(norm := params.pop("max_grad_norm", None)):
+        norm = params.pop("max_grad_norm", None)
+        if not is_off(norm):
             raise self._error(
                 f"'optimizer' has \"max_grad_norm\": {norm!r}, which is no option of an optimizer. Write it at the top of the "
                 f'configuration: "gradient_clipping": {norm!r}'
@@ -472,7 +473,7 @@ def options(argv: Sequence[str]) -> dict[str, Any] | None:
 
 # Options with which DeepSpeed selects a class of Adam, or how it stores its state.
 _OF_DEEPSPEED = ("adam_w_mode", "bias_correction", "fp32_optimizer_states", "torch_adam")
-_WARMUP = 0.1  # of the optimizer steps of the run, if the configuration leaves the length of a warm-up to it
+_WARMUP = 0.1  # The default length of a warm-up, as a fraction of the run's optimizer steps.
 _ADAMS = ("Adam", "AdamW", "DeepSpeedCPUAdam", "FusedAdam")
 
 
@@ -486,7 +487,8 @@ class RunSettings:
 
     def __init__(self, config: DeepSpeedConfig | None, offloaded: bool) -> None:
         self._config = config or DeepSpeedConfig("config")
-        self._values, self._source = self._config.run_settings, self._config.source
+        self._values = self._config.run_settings
+        self._source = self._config.source
         self._offloaded = offloaded
         self._has_trainer = self._takes_precedence = self._clipping_noticed = False
 
@@ -547,7 +549,8 @@ class RunSettings:
         Args:
             source: Name of the configuration in messages.
         """
-        self._source, self._takes_precedence = source, True
+        self._source = source
+        self._takes_precedence = True
 
     def clipping(self, max_norm: float) -> float | None:
         """Returns the maximum gradient norm for a training loop that clips by `max_norm`; `None`: no clipping.
@@ -651,7 +654,8 @@ class RunSettings:
             raise self._differs(f"'bias_correction': {correction!r}", optimizer, not correction)
         decoupled = True if section["type"] == "AdamW" else params.get("adam_w_mode", True)
         here = bool(defaults.get("decoupled_weight_decay", getattr(optimizer, "adam_w_mode", False)))
-        decays = any(group["weight_decay"] for group in optimizer.param_groups)  # else Adam and AdamW are the same
+        # Without weight decay, Adam and AdamW are the same.
+        decays = any(group["weight_decay"] for group in optimizer.param_groups)
         if decays and decoupled not in (AUTO, here):
             how = "" if "adam_w_mode" in params else " (DeepSpeed's default)"
             raise self._differs(f"{section['type']!r} with 'adam_w_mode': {decoupled!r}{how}", optimizer, here)

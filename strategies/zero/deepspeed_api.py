@@ -128,7 +128,7 @@ def _exit_without_cleanup() -> None:
     A library that DeepSpeed loads sometimes aborts during C++ clean-up, and the exit code would be that of a crash.
     """
     libc = ctypes.CDLL(None)
-    if not hasattr(libc, "on_exit"):  # only glibc has it
+    if not hasattr(libc, "on_exit"):  # Only glibc has this function.
         return
     atexit.register(libc.fflush, None)  # writes the output that C has buffered
     libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

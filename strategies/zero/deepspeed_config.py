@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
 from typing import Any
 
-from trainkit.checks import is_whole, whole_number
+import torch
+
+from trainkit.checks import Check, argument, check_arguments, is_whole, optional, whole_number
 from trainkit.errors import ConfigurationError, nearest
+from trainkit.precision import Precision
 
 __all__ = ["CHECKPOINTING", "COMMUNICATION", "NO_VALUES", "RUN_IS_OVER", "ZeROConfig"]
 
@@ -21,25 +25,8 @@ RUN_IS_OVER = (
     "ModelCheckpoint, which also saves at the end, or save only the weights: trainer.save_checkpoint(path, weights_only=True)"
 )
 
-_PLACES = (None, "cpu", "nvme")
 # DeepSpeed allocates buckets of this size even for a small model, so for_model() reduces it to the model's size.
 _BUCKET_ELEMENTS = 500_000_000
-_COUNTS = {  # option → minimum
-    "reduce_bucket_size": 1,
-    "allgather_bucket_size": 1,
-    "sub_group_size": 1,
-    "max_live_parameters": 1,
-    "prefetch_bucket_size": 0,
-    "param_persistence_threshold": 0,
-    "max_reuse_distance": 0,
-    "max_params_in_cpu": 0,
-    "param_buffer_count": 1,
-    "optimizer_buffer_count": 1,
-    "aio_block_size": 1,
-    "aio_queue_depth": 1,
-    "aio_threads": 1,
-    "hpz_partition_size": 1,
-}
 COMMUNICATION: dict[str | None, str] = {None: "", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Values of `communication_dtype` → names of torch dtypes."""
 
@@ -75,84 +62,168 @@ _USED_BY = {  # stage or kind of offload → options that have an effect only th
 }
 
 
+def _stage(value: Any, name: str) -> Any:
+    if is_whole(value) and value in (1, 2, 3):
+        return value
+    raise ConfigurationError(f"{name} must be 1, 2 or 3, not {value!r}. Without sharding, use strategy='ddp'.")
+
+
+def _place(value: Any, name: str) -> Any:
+    if value in (None, "cpu", "nvme"):
+        return value
+    raise ConfigurationError(f"{name} must be None, 'cpu' or 'nvme', not {value!r}.")
+
+
+def _flag(value: Any, name: str) -> Any:
+    if isinstance(value, bool):  # DeepSpeed's extensions refuse 1 for True.
+        return value
+    raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
+
+
+def _count(least: int) -> Check:
+    def check(value: Any, name: str) -> int:
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8
+        return whole_number(whole, name, least, expected=f"a whole number ≥ {least}")
+
+    return check
+
+
+def _dtype(value: Any, name: str) -> Any:
+    if value in COMMUNICATION:
+        return value
+    raise ConfigurationError(f"{name} must be None, 'fp32', 'bf16' or 'fp16', not {value!r}.")
+
+
+def _blocks(value: Any, name: str) -> Any:
+    if _count(1)(value, name) % _BLOCK_BYTES == 0:
+        return value
+    raise ConfigurationError(
+        f"{name} must be a multiple of {_BLOCK_BYTES} bytes, the block size of direct I/O, not {value}. Use {name}=1048576."
+    )
+
+
+def _checkpointing(section: Any, name: str) -> Any:
+    for key in section or {}:
+        if key not in CHECKPOINTING:
+            raise ConfigurationError(
+                f"{name} has no key {key!r}. Use one of {', '.join(CHECKPOINTING)}.{nearest(key, CHECKPOINTING)}"
+            )
+    needed = ("partition_activations", "number_checkpoints")
+    if section and section.get("contiguous_memory_optimization") and not all(section.get(key) for key in needed):
+        raise ConfigurationError(
+            f"{name}: contiguous_memory_optimization needs two more keys. Add "
+            "'partition_activations': True and 'number_checkpoints': the number of checkpointed layers."
+        )
+    return section
+
+
 @dataclass(frozen=True)
 class ZeROConfig:
-    """The options of `ZeROStrategy`; `ZeROOptions` documents them."""
+    """The arguments of `ZeROStrategy`, each stated once: its type, its default, its check, and here its text.
 
-    stage: int = 2
-    offload_optimizer: str | None = None
-    offload_params: str | None = None
-    nvme_path: str | os.PathLike[str] | None = None
-    pin_memory: bool = True
-    reduce_bucket_size: int | None = None
-    allgather_bucket_size: int | None = None
-    overlap_comm: bool | None = None
-    contiguous_gradients: bool = True
-    round_robin_gradients: bool = False
-    sub_group_size: int | None = None
-    prefetch_bucket_size: int = 50_000_000
-    param_persistence_threshold: int = 100_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int | None = None
-    max_params_in_cpu: int = 0
-    param_buffer_count: int = 5
-    optimizer_buffer_count: int | None = None
-    aio_block_size: int = 1_048_576
-    aio_queue_depth: int = 8
-    aio_threads: int = 1
-    aio_single_submit: bool = False
-    aio_overlap_events: bool = True
-    hpz_partition_size: int = 1
-    quantized_weights: bool = False
-    quantized_nontrainable_weights: bool = False
-    quantized_gradients: bool = False
-    communication_dtype: str | None = None
-    activation_checkpointing: Mapping[str, Any] | None = None
-    zero3_save_16bit_model: bool = False
+    An object of it has the options: the arguments without `config` and those of the process group.
+
+    Args:
+        stage: 1, 2 or 3. Default: 2.
+        config: A DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
+            `"auto"` uses the value of the `Trainer`; a value that differs from the `Trainer`'s is an error.
+        process_group_backend: As in `DDPStrategy`.
+        timeout: As in `DDPStrategy`.
+        device: As in `DDPStrategy`.
+        precision: As in `Strategy`.
+        offload_optimizer: Where to keep the optimizer state and the float32 master weights: `"cpu"`, where the optimizer
+            step then also runs, or `"nvme"` (stage 3 only). Default: the device.
+        offload_params: Where to keep parameters that are not in use: `"cpu"` or `"nvme"` (stage 3). Default: the device.
+        nvme_path: Folder on a fast local disk for `"nvme"`. Each process writes to its own folder and removes it at
+            the end. The next run removes the files of killed processes. Tensors smaller than 1 MiB stay in memory.
+        pin_memory: Keep offloaded tensors in page-locked host memory, which makes copies to and from a GPU faster. Default:
+            `True`.
+        reduce_bucket_size: Number of elements to reduce at a time. Default: 5e8, or the size of the model if that is
+            smaller.
+        allgather_bucket_size: Number of elements to gather at a time (stages 1 and 2). Same default.
+        overlap_comm: Reduce gradients during the backward pass, on a GPU. Default: `True` in stage 3 only.
+        contiguous_gradients: Copy gradients into one buffer as they are computed. Default: `True`.
+        round_robin_gradients: Assign parameters to the processes in round-robin order (stages 1 and 2). Default: `False`.
+        sub_group_size: Number of elements to update at a time (stage 3). With the optimizer on NVMe, each buffer holds that
+            number of elements in memory. Default: 1e9; with the optimizer on NVMe 1e8.
+        prefetch_bucket_size: Number of elements to gather ahead of their use (stage 3). Default: 5e7.
+        param_persistence_threshold: Parameters with at most this number of elements are not sharded (stage 3). Default:
+            1e5.
+        max_live_parameters: Maximum number of gathered elements on a process at a time (stage 3). Default: 1e9.
+        max_reuse_distance: Keep a gathered parameter if it is used again within this number of elements (stage 3). Default:
+            1e9; 0 for parameters on NVMe.
+        max_params_in_cpu: Number of parameter elements to keep in host memory when parameters are on NVMe. Default: 0.
+        param_buffer_count: Number of parameters to read ahead from NVMe. Default: 5.
+        optimizer_buffer_count: Number of page-locked buffers of `sub_group_size` elements. Default, and minimum: one for
+            the master weights, one for the gradients, and one for each tensor of optimizer state per parameter (AdamW: 4 in
+            all).
+        aio_block_size: Size of a disk request in bytes. Default: 1 MiB.
+        aio_queue_depth: Maximum number of disk requests in flight. Default: 8.
+        aio_threads: Number of threads for a read or write. Default: 1.
+        aio_single_submit: Submit disk requests one by one. Default: `False`.
+        aio_overlap_events: Submit disk requests while others are in flight. Default: `True`.
+        hpz_partition_size: Size of a group of processes, for example those of one node, that keeps a secondary copy of all
+            parameters, so that they are gathered within the group (stage 3; ZeRO++, Wang et al., ICLR 2024). Default: 1.
+        quantized_weights: Gather parameters in 8 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
+        quantized_nontrainable_weights: The same for frozen parameters, which are also stored in 8 bits. Default: `False`.
+        quantized_gradients: Reduce gradients in 8 and 4 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
+        communication_dtype: Dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. Default: the dtype of
+            the parameters; float32 under `*-mixed`.
+        activation_checkpointing: Options for a model that calls `deepspeed.checkpointing.checkpoint`, with the keys of a
+            DeepSpeed configuration: `partition_activations`, `cpu_checkpointing`, `contiguous_memory_optimization`,
+            `number_checkpoints`, `synchronize_checkpoint_boundary` and `profile`.
+        zero3_save_16bit_model: Let `save_model` write the 16-bit parameters instead of the float32 master weights (stage
+            3). Default: `False`.
+    """
+
+    stage: int = argument(None, _stage)
+    _: KW_ONLY
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = argument(None, kept=False)
+    process_group_backend: str | None = argument(None, kept=False)
+    timeout: timedelta | float = argument(timedelta(minutes=30), kept=False)
+    device: str | torch.device = argument("auto", kept=False)
+    precision: Precision | str | int | None = argument(None, kept=False)
+    offload_optimizer: str | None = argument(None, _place)
+    offload_params: str | None = argument(None, _place)
+    nvme_path: str | os.PathLike[str] | None = argument(None)
+    pin_memory: bool = argument(True, _flag)
+    reduce_bucket_size: int | None = argument(None, optional(_count(1)))
+    allgather_bucket_size: int | None = argument(None, optional(_count(1)))
+    overlap_comm: bool | None = argument(None, optional(_flag))
+    contiguous_gradients: bool = argument(True, _flag)
+    round_robin_gradients: bool = argument(False, _flag)
+    sub_group_size: int | None = argument(None, optional(_count(1)))
+    prefetch_bucket_size: int = argument(50_000_000, _count(0))
+    param_persistence_threshold: int = argument(100_000, _count(0))
+    max_live_parameters: int = argument(1_000_000_000, _count(1))
+    max_reuse_distance: int | None = argument(None, optional(_count(0)))
+    max_params_in_cpu: int = argument(0, _count(0))
+    param_buffer_count: int = argument(5, _count(1))
+    optimizer_buffer_count: int | None = argument(None, optional(_count(1)))
+    aio_block_size: int = argument(1_048_576, _blocks)
+    aio_queue_depth: int = argument(8, _count(1))
+    aio_threads: int = argument(1, _count(1))
+    aio_single_submit: bool = argument(False, _flag)
+    aio_overlap_events: bool = argument(True, _flag)
+    hpz_partition_size: int = argument(1, _count(1))
+    quantized_weights: bool = argument(False, _flag)
+    quantized_nontrainable_weights: bool = argument(False, _flag)
+    quantized_gradients: bool = argument(False, _flag)
+    communication_dtype: str | None = argument(None, _dtype)
+    activation_checkpointing: Mapping[str, Any] | None = argument(None, _checkpointing)
+    zero3_save_16bit_model: bool = argument(False, _flag)
 
     def __post_init__(self) -> None:
-        if not is_whole(self.stage) or self.stage not in (1, 2, 3):
-            raise ConfigurationError(f"stage must be 1, 2 or 3, not {self.stage!r}. Without sharding, use strategy='ddp'.")
-        for name in ("offload_optimizer", "offload_params"):
-            if getattr(self, name) not in _PLACES:
-                raise ConfigurationError(f"{name} must be None, 'cpu' or 'nvme', not {getattr(self, name)!r}.")
+        if self.stage is None:
+            object.__setattr__(self, "stage", 2)
+        check_arguments(ZeROConfig, vars(self))
         self._check_offload()
-        for name, least in _COUNTS.items():
-            self._check_count(name, least)
-        for name, annotation in type(self).__annotations__.items():
-            value = getattr(self, name)
-            if annotation.startswith("bool") and not (isinstance(value, bool) or (value is None and "None" in annotation)):
-                raise ConfigurationError(f"{name} must be True or False, not {value!r}.")
-        if self.communication_dtype not in COMMUNICATION:
-            raise ConfigurationError(
-                f"communication_dtype must be None, 'fp32', 'bf16' or 'fp16', not {self.communication_dtype!r}."
-            )
-        self._check_activation_checkpointing(self.activation_checkpointing or {})
         self._check_used()
-        if self.aio_block_size % _BLOCK_BYTES:
-            raise ConfigurationError(
-                f"aio_block_size must be a multiple of {_BLOCK_BYTES} bytes, the block size of direct I/O, not "
-                f"{self.aio_block_size}. Use aio_block_size=1048576."
-            )
-
-    def _check_activation_checkpointing(self, section: Mapping[str, Any]) -> None:
-        for name in section:
-            if name not in CHECKPOINTING:
-                raise ConfigurationError(
-                    f"activation_checkpointing has no key {name!r}. Use one of {', '.join(CHECKPOINTING)}."
-                    f"{nearest(name, CHECKPOINTING)}"
-                )
-        needed = ("partition_activations", "number_checkpoints")
-        if section.get("contiguous_memory_optimization") and not all(section.get(name) for name in needed):
-            raise ConfigurationError(
-                "activation_checkpointing: contiguous_memory_optimization needs two more keys. Add "
-                "'partition_activations': True and 'number_checkpoints': the number of checkpointed layers."
-            )
 
     def _check_used(self) -> None:
         """Refuse options that would have no effect."""
-        for name, where in _unused(vars(self)).items():
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
+        for name, where in _find_unused(vars(self)).items():
+            if getattr(self, name) != getattr(ZeROConfig, name):
                 raise ConfigurationError(
                     f"{name}={getattr(self, name)!r} has an effect only with {where}, but this is ZeROStrategy("
                     f"stage={self.stage}, offload_optimizer={self.offload_optimizer!r}, "
@@ -162,7 +233,7 @@ class ZeROConfig:
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> tuple[ZeROConfig, list[str]]:
         """Returns the configuration, and the names of skipped options: a file may have options for several stages."""
-        unused = [name for name in _unused(options) if name in options]
+        unused = [name for name in _find_unused(options) if name in options]
         return cls(**{name: value for name, value in options.items() if name not in unused}), unused
 
     @property
@@ -191,13 +262,6 @@ class ZeROConfig:
                 f"offload_params={self.offload_params!r} needs stage 3, which shards the parameters, but this is stage "
                 f"{self.stage}. Use ZeROStrategy(stage=3, ...), or remove offload_params."
             )
-
-    def _check_count(self, name: str, least: int) -> None:
-        value = getattr(self, name)
-        if value is None and type(self).__dataclass_fields__[name].default is None:
-            return
-        whole = int(value) if isinstance(value, float) and value.is_integer() else value  # 5e8
-        whole_number(whole, name, least, expected=f"a whole number ≥ {least}")
 
     def for_model(
         self,
@@ -305,7 +369,7 @@ class ZeROConfig:
         return max(2, size + size % 2)  # DeepSpeed requires an even size
 
 
-def _unused(options: Mapping[str, Any]) -> dict[str, str]:
+def _find_unused(options: Mapping[str, Any]) -> dict[str, str]:
     """Returns the options that have no effect with these `options`, each with where it has one."""
     stage, places = options.get("stage"), (options.get("offload_optimizer"), options.get("offload_params"))
     active = {

@@ -54,7 +54,9 @@ class TrainingEngine:
         local: bool,
         scale: LossScale,
     ) -> None:
-        self.shadow, self.module, self._scale = Shadow(optimizer), module, scale
+        self.shadow = Shadow(optimizer)
+        self.module = module
+        self._scale = scale
         self._collectives = session.collectives
         before = [(parameter, set(vars(parameter))) for parameter in module.parameters()]
         with quiet(), disk_checks(), self.shadow.class_hidden():
@@ -90,11 +92,11 @@ class TrainingEngine:
         name = "reduce_ready_partitions_and_remove_grads" if self.stage == 3 else "process_gradients"
         reduce: Callable[..., Any] = getattr(zero, name)
 
-        def recorded(*call: Any) -> None:
+        def record(*call: Any) -> None:
             self._order.append(call)
             reduce(*call)
 
-        setattr(zero, name, recorded)
+        setattr(zero, name, record)
         if self.stage == 3:
             self._norms = zero._get_norm_groups
             zero._get_norm_groups = lambda: [self._norm_for_step()]
@@ -136,7 +138,9 @@ class TrainingEngine:
         """Called in local mode before a backward pass that may add to this engine's gradients."""
         if self._finished:
             self.discard()
-        self._finished, self._norm, self._begun = False, None, True
+        self._finished = False
+        self._norm = None
+        self._begun = True
 
     def begin_window(self, uneven: bool) -> None:
         """Begin an accumulation window; drop the gradients of one that ended without an optimizer step.
@@ -253,10 +257,10 @@ class TrainingEngine:
         if first and len(self._seen) < len(self._parameters):
             # DeepSpeed overwrites a gradient in the first pass of an accumulation window and adds to it in later passes. If a
             # parameter has no gradient in the first pass, it would add to the gradient of the previous window, or use it
-            for parameter in self._unseen():
+            for parameter in self._find_unseen():
                 self._forget_gradient(parameter)
 
-    def _unseen(self) -> list[Tensor]:
+    def _find_unseen(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters if id(parameter) not in self._seen]
 
     def _forget_gradient(self, parameter: Tensor) -> None:
@@ -304,7 +308,7 @@ class TrainingEngine:
 
     def _finish_offloaded(self) -> None:
         """Copy the gradients of the accumulation window to the optimizer, with zeros for parameters without gradients."""
-        zero, unseen = self.zero, self._unseen()
+        zero, unseen = self.zero, self._find_unseen()
         if self.stage == 3:
             missing = {parameter.ds_id for parameter in unseen if self._has_elements(parameter)}  # type: ignore[attr-defined]
             zero._offload_boundary_param_ids = missing if self._complete else zero._offload_boundary_param_ids | missing
@@ -329,16 +333,16 @@ class TrainingEngine:
 
         The first call in an accumulation window is collective.
         """
-        return self._scaled_norm() / self._scale.value
+        return self._compute_scaled_norm() / self._scale.value
 
     def _norm_for_step(self) -> Tensor:
         """The norm for clipping in DeepSpeed; 0 if it is not finite, because DeepSpeed would then silently skip the optimizer
         step. `NonFiniteGuard` handles gradients that are not finite.
         """
-        norm = self._scaled_norm()
+        norm = self._compute_scaled_norm()
         return torch.where(torch.isfinite(norm), norm, 0.0)
 
-    def _scaled_norm(self) -> Tensor:
+    def _compute_scaled_norm(self) -> Tensor:
         if self._norm is None:
             self.finish()
             with self._collectives:
@@ -353,16 +357,17 @@ class TrainingEngine:
         """Run the optimizer step; returns whether the parameters were updated."""
         self.finish()
         scale = self._scale.value
-        if not self._scale.allows(self._scaled_norm):
+        if not self._scale.allows(self._compute_scaled_norm):
             self.discard()
             return False
-        self.zero.custom_loss_scaler, self.zero.external_loss_scale = True, scale  # DeepSpeed unscales by it
+        self.zero.custom_loss_scaler = True
+        self.zero.external_loss_scale = scale  # DeepSpeed unscales by it.
         self.shadow.copy_options()
         self.zero.clip_grad = self.clip or 0.0
         with self._collectives:
             self._deepspeed_engine.set_gradient_accumulation_boundary(True)
             self._deepspeed_engine.step()
-        self.zero.custom_loss_scaler = False  # else DeepSpeed would scale losses by it
+        self.zero.custom_loss_scaler = False  # Otherwise DeepSpeed would scale losses by it.
         self._begun = self._finished = False
         self._norm = self.clip = None
         self._scale.factor = 1.0
@@ -377,7 +382,8 @@ class TrainingEngine:
     def discard(self) -> None:
         """Drop the gradients of the accumulation window."""
         zero = self.zero
-        self._begun, self._scale.factor = False, 1.0
+        self._begun = False
+        self._scale.factor = 1.0
         zero.zero_grad(set_to_none=True)
         if self.stage == 3:
             zero._pre_step()
@@ -418,7 +424,9 @@ class EngineWindow:
     """
 
     def __init__(self, engine: TrainingEngine, strategy: Strategy, world: World) -> None:
-        self.engine, self._strategy, self._world = engine, strategy, world
+        self.engine = engine
+        self._strategy = strategy
+        self._world = world
         self._begun = self._had_loss = False
         self._last_order = 0  # gradient order of the previous accumulation window
         self._pending: Pending | None = None  # all-reduce of whether any process had a loss
@@ -442,7 +450,9 @@ class EngineWindow:
 
     def _begin(self) -> None:
         self.engine.begin_window(self._strategy.micro_batch.uneven)
-        self._begun, self._had_loss, self._last_order = True, False, self.engine.order
+        self._begun = True
+        self._had_loss = False
+        self._last_order = self.engine.order
 
     def backward(self, loss: Tensor, micro: MicroBatch, **kwargs: Any) -> None:
         """Run the backward pass of a micro-batch."""
@@ -471,7 +481,8 @@ class EngineWindow:
         """Whether any process had a loss in the accumulation window that has just ended."""
         if self._pending is not None:
             had_loss, largest, smallest = self._pending.wait()
-            self._had_loss, self._pending = bool(had_loss), None
+            self._had_loss = bool(had_loss)
+            self._pending = None
             if largest != -smallest:
                 raise ModuleError(
                     "in the previous optimizer step the processes computed gradients in different orders. "
@@ -494,7 +505,8 @@ class LossScale:
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:
-        self._precision, self.factor = precision, 1.0
+        self._precision = precision
+        self.factor = 1.0
         self._norm = nn.Parameter(torch.zeros((), device=device))
         # the scaler steps this optimizer, which changes nothing
         self._optimizer = torch.optim.SGD([self._norm], lr=0.0)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
+from trainkit.checks import arguments_of
 from trainkit.console import notice
+from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.optim.optimizer_copy import count_slots
@@ -24,18 +25,20 @@ from trainkit.strategies.zero.partitions import Sharding, announce_zero3, numel
 
 __all__ = ["Setup", "check_machine", "prepare_precision", "resolve_config"]
 
-_OTHERS = ("config", "device", "precision", "process_group_backend", "timeout")  # arguments that are not in ZeROConfig
-
 
 def resolve_config(stage: int | None, config: Any, options: Mapping[str, Any]) -> tuple[ZeROConfig, DeepSpeedConfig | None]:
     """Returns the options, and the DeepSpeed configuration that they come from; `None` if they come from arguments."""
-    known = ZeROConfig.__dataclass_fields__
+    known = arguments_of(ZeROConfig)
     for name in options:
         if name not in known:
-            raise UnknownNameError(f"ZeROStrategy has no argument {name!r}.{nearest(name, [*known, *_OTHERS])}")
+            raise UnknownNameError(f"ZeROStrategy has no argument {name!r}.{nearest(name, known)}")
     if config is None:
-        return ZeROConfig(**{"stage": 2 if stage is None else stage, **options}), None
-    arguments = [f"{name}={value!r}" for name, value in {"stage": stage, **options}.items() if value is not None]
+        return ZeROConfig(**{"stage": stage, **options}), None
+    values = {**({} if stage is None else {"stage": stage}), **options}
+    if options.keys() >= {name for name, argument in known.items() if argument.kept and name != "stage"}:
+        # Only a parser passes all options: those with their default value are not the user's.
+        values = {name: value for name, value in values.items() if value != getattr(ZeROConfig, name)}
+    arguments = [f"{name}={value!r}" for name, value in values.items()]
     if arguments:
         raise ConfigurationError(
             f"ZeROStrategy got both config= and {', '.join(arguments)}. Write these into the configuration, or remove config=."
@@ -94,7 +97,7 @@ def _dtypes(precision: Precision, config: ZeROConfig) -> dict[str, Any]:
             f"gradients in float32 or {dtype}. Use communication_dtype=None."
         )
     section: dict[str, Any] = {"enabled": True, "dtype": dtype}
-    if communication != dtype:  # by default DeepSpeed uses the lower precision for linear layers and convolutions
+    if communication != dtype:  # By default DeepSpeed uses the lower precision for linear layers and convolutions.
         section["lower_precision_safe_modules"] = []
     return {"torch_autocast": section}
 
@@ -112,7 +115,9 @@ class Setup:
                 f"hpz_partition_size={config.hpz_partition_size} does not divide the {world.size} processes of the run. Set it "
                 f"to the number of processes per node, hpz_partition_size={world.local_size}, or remove it."
             )
-        self._config, self._dtypes, self._world = config, _dtypes(precision, config), world
+        self._config = config
+        self._dtypes = _dtypes(precision, config)
+        self._world = world
         self._stack = ExitStack()
         self.session = Session(world, device)
         self._folder: Folder | None = None

@@ -108,7 +108,7 @@ def _can_lock(size: int) -> bool:
         locked: bool = system.mlock(address, ctypes.c_size_t(size)) == 0
         if locked:
             system.munlock(address, ctypes.c_size_t(size))
-        del held  # else the memory could not be freed
+        del held  # Otherwise the memory could not be freed.
     return locked
 
 
@@ -127,10 +127,11 @@ class Folder:
         while True:
             self._file, name = tempfile.mkstemp(prefix=_PREFIX, suffix=".lock", dir=base)
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            if _same_file(self._file, name):  # else another process removed the file before it was locked
+            if _same_file(self._file, name):  # If not, another process removed the file before it was locked.
                 break
             os.close(self._file)
-        self._lock, self._process = Path(name), os.getpid()
+        self._lock = Path(name)
+        self._process = os.getpid()
         self.path = self._lock.with_suffix("")
         self.path.mkdir()
         atexit.register(self.close)
@@ -138,7 +139,7 @@ class Folder:
     def close(self) -> None:
         """Remove the folder and its files."""
         atexit.unregister(self.close)
-        if os.getpid() == self._process:  # not in a forked process
+        if os.getpid() == self._process:  # A forked process must not remove them.
             _remove(self._lock)
             os.close(self._file)
 
@@ -174,7 +175,7 @@ def _remove(lock: Path) -> None:
 _MODULES = ("optimizer_utils", "partitioned_param_swapper")
 # Sizes of reads and writes are multiples of it. Disks have blocks of 512 or 4096 bytes; DeepSpeed uses 1024.
 _ALIGNED_BYTES = 4096
-_MARK = 0x7FB5A3C1  # as float32 a NaN that no arithmetic returns
+_MARK = 0x7FB5A3C1  # As float32 it is a NaN that no arithmetic returns.
 
 
 class _Handle:
@@ -332,7 +333,10 @@ class OnDisk:
     """
 
     def __init__(self, path: str, dtype: torch.dtype, first: int, last: int) -> None:
-        self._path, self._dtype, self._first, self._count = path, dtype, first, last - first
+        self._path = path
+        self._dtype = dtype
+        self._first = first
+        self._count = last - first
 
     def read(self) -> Tensor:
         """See `Shard.read`.
@@ -372,7 +376,8 @@ class Swap:
     """The sub-groups of a stage 3 engine with master weights and optimizer state on NVMe."""
 
     def __init__(self, zero: Any) -> None:
-        self._zero, self._swapper = zero, zero.optimizer_swapper
+        self._zero = zero
+        self._swapper = zero.optimizer_swapper
 
     def keep_gradients(self) -> None:
         """Keep gradients in memory, where they are anyway, until their sub-group is updated.
@@ -407,7 +412,8 @@ class Swap:
     def resident(self, number: int) -> Iterator[None]:
         """Context manager that keeps a sub-group without optimizer state in memory; afterwards both are offloaded to disk."""
         info = self._info(number)
-        info.tensors, info.has_state_tensors = info.tensors[:1], False
+        info.tensors = info.tensors[:1]
+        info.has_state_tensors = False
         self._zero._optimizer_states_and_gradient_swap_in(number)
         yield
         self._zero._optimizer_states_and_gradient_swap_out(number)
@@ -451,7 +457,8 @@ class _Buffers:
     """Page-locked buffers that are allocated on demand, in any number and size. DeepSpeed treats them as one long tensor."""
 
     def __init__(self, handle: Any, dtype: torch.dtype) -> None:
-        self._handle, self._example = handle, torch.empty(1, dtype=dtype)
+        self._handle = handle
+        self._example = torch.empty(1, dtype=dtype)
         self._made: dict[int, Tensor] = {}
 
     def narrow(self, dimension: int, start: int, length: int) -> Tensor:
@@ -488,7 +495,8 @@ def swapper(config: dict[str, Any], dtype: torch.dtype) -> Any:
             self.aio_read_handle.free_cpu_locked_tensor(self.buffers)
             self.buffers: Any = _Buffers(self.aio_read_handle, self.dtype)
             self.elements_per_buffer = self.aligned_elements_per_buffer = _FAR_ELEMENTS
-            self.available_buffer_ids, self._made = [*range(ahead)], ahead  # the buffers for reading ahead
+            self.available_buffer_ids = [*range(ahead)]  # The buffers for reading ahead.
+            self._made = ahead
 
         def _make(self, count: int) -> None:
             while len(self.available_buffer_ids) < count:

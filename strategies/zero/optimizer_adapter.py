@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, OptimizerError
-from trainkit.optim.optimizer_copy import bare_copy
-from trainkit.strategies._quantized import quantizes
+from trainkit.optim.optimizer_copy import bare_copy, quantizes
 
 if TYPE_CHECKING:
     from trainkit.strategies.zero.engine import TrainingEngine

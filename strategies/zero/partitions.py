@@ -62,7 +62,10 @@ class Sharding:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._session, self._config, self._device, self._dtype = session, config, device, dtype
+        self._session = session
+        self._config = config
+        self._device = device
+        self._dtype = dtype
         self._swappers: list[Any] = []
         self._full: dict[int, tuple[Any, dict[str, Any], torch.device]] = {}  # full before the run
         self._modules: list[nn.Module] = []
@@ -85,7 +88,8 @@ class Sharding:
         parameter.nvme_swapper = reader
         if reader is not None and reader.swappable_tensor(numel=held.ds_numel):
             buffer = reader.get_buffer(parameter, held.ds_numel)
-            held.data, held.final_location = buffer.copy_(held.data).data, "nvme"
+            held.data = buffer.copy_(held.data).data
+            held.final_location = "nvme"
             reader.swap_out_and_release([parameter])
         elif not parameter.ds_persist:
             held.data = held.data.to("cpu" if reader is not None else made.remote_device)
@@ -123,7 +127,7 @@ class Sharding:
                 super()._partition(param_list, *args, **kwargs)
                 self.versions.update({id(p): (p, p._version) for p in param_list})
 
-        with quiet(), announce_zero3(first=True), self._init([], Watching, tensor_overrides=set()), GatheredInit(self.gathered):
+        with quiet(), announce_zero3(first=True), self._init([], Watching, tensor_overrides=set()), GatheredInit(self.gather):
             yield
         changed = sum(parameter._version != version for parameter, version in Watching.versions.values())
         if changed:
@@ -134,7 +138,7 @@ class Sharding:
             )
 
     @contextmanager
-    def gathered(self, parameters: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
+    def gather(self, parameters: Iterable[Tensor], changed: bool = False) -> Iterator[None]:
         """Context manager in which these parameters are full on every process. Collective.
 
         Args:
@@ -167,7 +171,9 @@ class Sharding:
         _restore_linear()
         for reader in self._swappers:
             reader.close()
-        self._full, self._modules, self._swappers = {}, [], []
+        self._full = {}
+        self._modules = []
+        self._swappers = []
 
     def _keep(self, parameter: Any) -> None:
         """Keep a parameter sharded and in memory after the run; with one process, make it full."""
@@ -219,7 +225,7 @@ class GatheredInit(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         target = args[0] if args else kwargs.get("tensor")  # torch.nn.init passes it by name
-        if isinstance(target, nn.Parameter) and _in_place(func) and _sharded(target):
+        if isinstance(target, nn.Parameter) and _in_place(func) and _has_shard(target):
             with self._gathered([target], True):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
@@ -230,7 +236,7 @@ def _in_place(func: Any) -> bool:
     return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
-def _sharded(parameter: Any) -> bool:
+def _has_shard(parameter: Any) -> bool:
     return bool(parameter.numel() != getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -262,10 +268,11 @@ class _Patch:
 
     def __init__(self, name: str) -> None:
         self.users: list[tuple[object, Any]] = []
-        self._name, self._before = name, None
+        self._name = name
+        self._before = None
 
     @contextmanager
-    def applied(self, module: Any, value: Any, user: Any = None) -> Iterator[None]:
+    def apply(self, module: Any, value: Any, user: Any = None) -> Iterator[None]:
         """Context manager in which the attribute is patched, with the value of its first user."""
         if not self.users:
             self._before = getattr(module, self._name)
@@ -297,7 +304,7 @@ def announce_zero3(first: bool = False) -> Iterator[None]:
     if module is None:
         yield
         return
-    with _config.applied(module, weakref.ref(_STAGE3)):
+    with _config.apply(module, weakref.ref(_STAGE3)):
         yield
 
 
@@ -318,5 +325,5 @@ def shard_transformers_models(zero: Any, building: Callable[[], AbstractContextM
             _, latest = _init.users[-1]
             return latest()
 
-    with announce_zero3(first=True), _init.applied(zero, Init, building):
+    with announce_zero3(first=True), _init.apply(zero, Init, building):
         yield

@@ -22,7 +22,7 @@ from trainkit.strategies.zero.nvme import Shard, partition
 from trainkit.strategies.zero.partitions import is_sharded
 from trainkit.tagged_json.tensors import ShardedTensor
 
-__all__ = ["FlatShards", "load_optimizer", "load_weights", "stored_optimizer", "stored_weights", "working_weights"]
+__all__ = ["FlatShards", "load_optimizer", "load_weights", "make_stored_optimizer", "make_stored_weights", "working_weights"]
 
 Ranges = list[tuple[int, int]]
 
@@ -40,9 +40,13 @@ class FlatShards:
     def __init__(
         self, shape: torch.Size, dtype: torch.dtype, ranges: Ranges, shard: Callable[[], Shard], device: torch.device
     ) -> None:
-        self.shape, self.dtype, self.ranges, self.shard, self._device = shape, dtype, ranges, shard, device
+        self.shape = shape
+        self.dtype = dtype
+        self.ranges = ranges
+        self.shard = shard
+        self._device = device
 
-    def sharded_tensor(self) -> ShardedTensor:
+    def make_sharded_tensor(self) -> ShardedTensor:
         """Returns it in the form in which checkpoints save it."""
         return ShardedTensor(self.shape, self.dtype, self.collect)
 
@@ -135,23 +139,23 @@ def _working(parameter: Any, device: torch.device) -> FlatShards:
 # ------------------------------------------------------------------------------------------------------------ weights
 
 
-def stored_weights(module: nn.Module, engines: list[TrainingEngine], device: torch.device) -> dict[int, Tensor]:
+def make_stored_weights(module: nn.Module, engines: list[TrainingEngine], device: torch.device) -> dict[int, Tensor]:
     """`id(parameter)` → its master weights; without master weights, its shards."""
     parameters = {id(parameter): parameter for parameter in module.parameters()}
     weights: dict[int, Tensor] = {}
     for engine in engines:
         for parameter, shards in _masters(engine, device):
             if id(parameter) in parameters and (engine.stage == 3 or parameter.dtype != shards.dtype):
-                weights[id(parameter)] = shards.sharded_tensor()
+                weights[id(parameter)] = shards.make_sharded_tensor()
     for key, parameter in parameters.items():
         if key not in weights and is_sharded(parameter):
-            weights[key] = _working(parameter, device).sharded_tensor()
+            weights[key] = _working(parameter, device).make_sharded_tensor()
     return weights
 
 
 def working_weights(module: nn.Module, device: torch.device) -> dict[int, Tensor]:
     """`id(parameter)` → its shards in the dtype of the forward."""
-    return {id(p): _working(p, device).sharded_tensor() for p in module.parameters() if is_sharded(p)}
+    return {id(p): _working(p, device).make_sharded_tensor() for p in module.parameters() if is_sharded(p)}
 
 
 @torch.no_grad()
@@ -168,14 +172,14 @@ def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[TrainingEn
     for parameter, value in values.items():
         if is_sharded(parameter):
             _working(parameter, device).load(value)
-        if parameter.shape == value.shape:  # not sharded, or gathered
+        if parameter.shape == value.shape:  # The parameter is not sharded, or is gathered.
             parameter.data.copy_(value)
 
 
 # ----------------------------------------------------------------------------------------------------- optimizer state
 
 
-def stored_optimizer(engine: TrainingEngine, device: torch.device) -> StoredOptimizer:
+def make_stored_optimizer(engine: TrainingEngine, device: torch.device) -> StoredOptimizer:
     """Returns the optimizer with full optimizer state, which is gathered when the checkpoint is written."""
     flats = engine.flats
     stored = StoredOptimizer(
@@ -192,8 +196,8 @@ def stored_optimizer(engine: TrainingEngine, device: torch.device) -> StoredOpti
         for slot, value in state.get(flats[number], {}).items():
             if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:  # 0 on NVMe
                 shard = partial(engine.shard, number, first, last, slot)
-                slots[slot] = FlatShards(_shape(parameter), value.dtype, ranges, shard, device).sharded_tensor()
-            else:  # in PyTorch's form
+                slots[slot] = FlatShards(_shape(parameter), value.dtype, ranges, shard, device).make_sharded_tensor()
+            else:  # The state has PyTorch's form.
                 slots[slot] = torch.tensor(float(value)) if slot == "step" and isinstance(value, int) else value
         if slots:
             stored.optimizer.state[stored.placeholders[id(parameter)]] = slots
@@ -220,7 +224,7 @@ def load_optimizer(engine: TrainingEngine, stored: StoredOptimizer) -> None:
                 if engine.shadow.counts_in_ints and "step" in held:
                     held["step"] = int(held["step"])
     if engine.stage < 3:
-        engine.zero._hp_optimizer_states_linked = False  # so that DeepSpeed links the new tensors
+        engine.zero._hp_optimizer_states_linked = False  # DeepSpeed then links the new tensors.
         engine.zero._lazy_init_hp_params_optimizer_state()
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ZeROMemory", "footprint"]
 
-_MASTER_BYTES = 4  # of a float32 element, for master weights, their gradients and optimizer state
+_MASTER_BYTES = 4  # Master weights, their gradients and optimizer state are float32.
 _ON_DISK_BYTES = 1 << 20  # smaller tensors stay in memory
 
 
@@ -112,7 +112,7 @@ class ZeROMemory:
         parameters = s.persistent + s.buffers + (0 if config.offload_params else b * s.full_shard)
         bucket = s.bucket_itemsize * self._bucket(s)
         # parameters that are gathered for the forward; copy of the bucket that is reduced
-        gathered = round(s.parameter_bytes * min(1.0, self._gathered(s) / max(s.full, 1)))
+        gathered = round(s.parameter_bytes * min(1.0, self._count_gathered(s) / max(s.full, 1)))
         copied = round(s.gradient_bytes * min(1.0, self._bucket(s) / max(s.trained, 1)))
         if config.offload_optimizer is not None:
             there = self._stage_3_host(s)
@@ -120,7 +120,7 @@ class ZeROMemory:
                 "reduce": StepMemory(Held(parameters + gathered, buffers=bucket + copied), there),
                 "update": StepMemory(Held(parameters, buffers=bucket), there),
             }
-        there = Held(self._offloaded_parameters(s), buffers=self._written_back(s))
+        there = Held(self._count_offloaded(s), buffers=self._count_write_buffer(s))
         at_a_time = min(s.shard, config.elements_at_a_time + s.largest_shard)
         update = gradients + _MASTER_BYTES * at_a_time
         flat = b * at_a_time if b < _MASTER_BYTES else 0  # the elements that are cast to float32
@@ -149,19 +149,19 @@ class ZeROMemory:
 
     def _stage_3_host(self, s: _Sizes) -> Held:
         """Returns the host memory with the optimizer on the host or on NVMe."""
-        parameters, gradients = self._offloaded_parameters(s), s.itemsize * s.shard
+        parameters, gradients = self._count_offloaded(s), s.itemsize * s.shard
         if self.config.offload_optimizer == "nvme":
             _, pinned = self.config.needs_on_nvme(s.sizes, s.processes, s.slots)
-            return Held(parameters, gradients, buffers=pinned + self._written_back(s))
+            return Held(parameters, gradients, buffers=pinned + self._count_write_buffer(s))
         master = _MASTER_BYTES * s.shard
-        return Held(parameters, gradients + master, s.slots * master, master, self._written_back(s))
+        return Held(parameters, gradients + master, s.slots * master, master, self._count_write_buffer(s))
 
-    def _offloaded_parameters(self, s: _Sizes) -> int:
+    def _count_offloaded(self, s: _Sizes) -> int:
         """Bytes of parameters on the host; for parameters on NVMe, those that are being read, and small ones."""
         places = {None: 0, "cpu": s.full_shard, "nvme": s.reading}
         return s.itemsize * places[self.config.offload_params]
 
-    def _written_back(self, s: _Sizes) -> int:
+    def _count_write_buffer(self, s: _Sizes) -> int:
         """Bytes of the buffer for writing a sub-group's parameters to NVMe; it has the size of the full parameters."""
         if self.config.offload_params != "nvme":
             return 0
@@ -172,7 +172,7 @@ class ZeROMemory:
         zero = self.config.for_model([s.numel], {}, "", s.slots)["zero_optimization"]
         return int(zero["reduce_bucket_size"])
 
-    def _gathered(self, s: _Sizes) -> int:
+    def _count_gathered(self, s: _Sizes) -> int:
         """Maximum number of gathered elements at a time."""
         config = self.config
         if config.max_reuse_distance == 0 or (config.max_reuse_distance is None and config.offload_params == "nvme"):

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.checks import accepts, arguments_of, describe_arguments
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
@@ -20,10 +19,10 @@ from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, broadcast, check_modules_match
 from trainkit.strategies._processes import ProcessStrategy
-from trainkit.strategies.zero import stored_state, zero_memory
+from trainkit.strategies.zero import INFO, stored_state, zero_memory
 from trainkit.strategies.zero.config_file import RunSettings
 from trainkit.strategies.zero.deepspeed_api import require
-from trainkit.strategies.zero.deepspeed_config import NO_VALUES, RUN_IS_OVER
+from trainkit.strategies.zero.deepspeed_config import NO_VALUES, RUN_IS_OVER, ZeROConfig
 from trainkit.strategies.zero.engine import (
     EngineWindow,
     EvaluationEngine,
@@ -34,15 +33,11 @@ from trainkit.strategies.zero.engine import (
     module_with,
 )
 from trainkit.strategies.zero.engine_setup import Setup, check_machine, prepare_precision, resolve_config
-from trainkit.strategies.zero.info import INFO
 from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_slow_on_cpu
 from trainkit.strategies.zero.partitions import announce_zero3
 from trainkit.strategy import StepArguments
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["ZeROOptions", "ZeROStrategy"]
+__all__ = ["ZeROStrategy"]
 
 
 class ZeROStrategy(ProcessStrategy):
@@ -51,16 +46,6 @@ class ZeROStrategy(ProcessStrategy):
     Stage 1 shards the optimizer state and the float32 master weights, stage 2 also the gradients, stage 3 also the
     parameters (Rajbhandari et al., "ZeRO", SC 2020). The shards can be offloaded to host memory or to a disk. A parameter
     without a gradient in an optimizer step has the gradient zero: weight decay and momentum still apply.
-
-    Args:
-        stage: 1, 2 or 3. Default: 2.
-        config: A DeepSpeed configuration, as the path of a JSON file or as a dict, instead of `stage` and the options.
-            `"auto"` uses the value of the `Trainer`; a value that differs from the `Trainer`'s is an error.
-        process_group_backend: As in `DDPStrategy`.
-        timeout: As in `DDPStrategy`.
-        device: As in `DDPStrategy`.
-        precision: As in `Strategy`.
-        **options: The options of `ZeROOptions`.
 
     Raises:
         ConfigurationError: An argument is wrong, contradicts another one, or is not supported here.
@@ -78,19 +63,13 @@ class ZeROStrategy(ProcessStrategy):
     supported_precisions: ClassVar[tuple[str, ...]] = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
     footprint = zero_memory.footprint
 
-    def __init__(
-        self,
-        stage: int | None = None,
-        *,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | float = timedelta(minutes=30),
-        device: str | torch.device = "auto",
-        precision: Precision | str | int | None = None,
-        **options: Unpack[ZeROOptions],
-    ) -> None:
+    @accepts(ZeROConfig)
+    def __init__(self, stage: int | None = None, **arguments: Any) -> None:
         require()
-        self.config, deepspeed_config = resolve_config(stage, config, options)
+        stated = arguments_of(ZeROConfig).items()
+        others = {name: arguments.pop(name, getattr(ZeROConfig, name)) for name, argument in stated if not argument.kept}
+        config, precision = others.pop("config"), others.pop("precision")
+        self.config, deepspeed_config = resolve_config(stage, config, arguments)
         check_machine(self.config)
         self.stage = self.config.stage
         self.name = f"zero{self.stage}"  # type: ignore[misc]
@@ -98,7 +77,7 @@ class ZeROStrategy(ProcessStrategy):
         self.shards_parameters = self.stage == 3  # type: ignore[misc]  # set on this object, not on the class
         self.compiles_blocks = self.stage < 3  # the hooks of stage 3, in each layer, break every graph
         from_config = None if deepspeed_config is None else deepspeed_config.precision
-        super().__init__(process_group_backend, timeout, device, from_config)
+        super().__init__(**others, precision=from_config)
         if precision is not None:
             self.use_precision(precision)
         self.run_settings = RunSettings(deepspeed_config, self.config.offload_optimizer is not None)
@@ -330,13 +309,13 @@ class ZeROStrategy(ProcessStrategy):
 
     def gathered_parameters(self, module: nn.Module, modified: bool = False) -> AbstractContextManager[Any]:
         """See `trainkit.Strategy.gathered_parameters`; changes do not reach the master weights."""
-        return self._start().sharding.gathered(module.parameters(), modified) if self.stage == 3 else nullcontext()
+        return self._start().sharding.gather(module.parameters(), modified) if self.stage == 3 else nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
         return self._engines[id(optimizer)].norm()
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        return stored_state.stored_weights(module, list(self._engines.values()), self.device)
+        return stored_state.make_stored_weights(module, list(self._engines.values()), self.device)
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
         short = self.config.zero3_save_16bit_model
@@ -348,7 +327,7 @@ class ZeROStrategy(ProcessStrategy):
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
         if id(optimizer) not in self._engines:
             raise ConfigurationError(RUN_IS_OVER)
-        return stored_state.stored_optimizer(self._engines[id(optimizer)], self.device)
+        return stored_state.make_stored_optimizer(self._engines[id(optimizer)], self.device)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         stored_state.load_optimizer(self._engines[id(optimizer)], stored)
@@ -365,81 +344,4 @@ class ZeROStrategy(ProcessStrategy):
                     engine.close()
 
 
-class ZeROOptions(TypedDict, total=False):
-    """The keyword options of `ZeROStrategy`. All of them are optional.
-
-    Attributes:
-        offload_optimizer: Where to keep the optimizer state and the float32 master weights: `"cpu"`, where the optimizer
-            step then also runs, or `"nvme"` (stage 3 only). Default: the device.
-        offload_params: Where to keep parameters that are not in use: `"cpu"` or `"nvme"` (stage 3). Default: the device.
-        nvme_path: Folder on a fast local disk for `"nvme"`. Each process writes to its own folder and removes it at
-            the end. The next run removes the files of killed processes. Tensors smaller than 1 MiB stay in memory.
-        pin_memory: Keep offloaded tensors in page-locked host memory, which makes copies to and from a GPU faster. Default:
-            `True`.
-        reduce_bucket_size: Number of elements to reduce at a time. Default: 5e8, or the size of the model if that is
-            smaller.
-        allgather_bucket_size: Number of elements to gather at a time (stages 1 and 2). Same default.
-        overlap_comm: Reduce gradients during the backward pass, on a GPU. Default: `True` in stage 3 only.
-        contiguous_gradients: Copy gradients into one buffer as they are computed. Default: `True`.
-        round_robin_gradients: Assign parameters to the processes in round-robin order (stages 1 and 2). Default: `False`.
-        sub_group_size: Number of elements to update at a time (stage 3). With the optimizer on NVMe, each buffer holds that
-            number of elements in memory. Default: 1e9; with the optimizer on NVMe 1e8.
-        prefetch_bucket_size: Number of elements to gather ahead of their use (stage 3). Default: 5e7.
-        param_persistence_threshold: Parameters with at most this number of elements are not sharded (stage 3). Default:
-            1e5.
-        max_live_parameters: Maximum number of gathered elements on a process at a time (stage 3). Default: 1e9.
-        max_reuse_distance: Keep a gathered parameter if it is used again within this number of elements (stage 3). Default:
-            1e9; 0 for parameters on NVMe.
-        max_params_in_cpu: Number of parameter elements to keep in host memory when parameters are on NVMe. Default: 0.
-        param_buffer_count: Number of parameters to read ahead from NVMe. Default: 5.
-        optimizer_buffer_count: Number of page-locked buffers of `sub_group_size` elements. Default, and minimum: one for
-            the master weights, one for the gradients, and one for each tensor of optimizer state per parameter (AdamW: 4 in
-            all).
-        aio_block_size: Size of a disk request in bytes. Default: 1 MiB.
-        aio_queue_depth: Maximum number of disk requests in flight. Default: 8.
-        aio_threads: Number of threads for a read or write. Default: 1.
-        aio_single_submit: Submit disk requests one by one. Default: `False`.
-        aio_overlap_events: Submit disk requests while others are in flight. Default: `True`.
-        hpz_partition_size: Size of a group of processes, for example those of one node, that keeps a secondary copy of all
-            parameters, so that they are gathered within the group (stage 3; ZeRO++, Wang et al., ICLR 2024). Default: 1.
-        quantized_weights: Gather parameters in 8 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
-        quantized_nontrainable_weights: The same for frozen parameters, which are also stored in 8 bits. Default: `False`.
-        quantized_gradients: Reduce gradients in 8 and 4 bits (stage 3 on GPUs; ZeRO++). Default: `False`.
-        communication_dtype: Dtype in which gradients are reduced: `"fp32"`, `"bf16"` or `"fp16"`. Default: the dtype of
-            the parameters; float32 under `*-mixed`.
-        activation_checkpointing: Options for a model that calls `deepspeed.checkpointing.checkpoint`, with the keys of a
-            DeepSpeed configuration: `partition_activations`, `cpu_checkpointing`, `contiguous_memory_optimization`,
-            `number_checkpoints`, `synchronize_checkpoint_boundary` and `profile`.
-        zero3_save_16bit_model: Let `save_model` write the 16-bit parameters instead of the float32 master weights (stage
-            3). Default: `False`.
-    """
-
-    offload_optimizer: str | None
-    offload_params: str | None
-    nvme_path: str | os.PathLike[str] | None
-    pin_memory: bool
-    reduce_bucket_size: int | None
-    allgather_bucket_size: int | None
-    overlap_comm: bool | None
-    contiguous_gradients: bool
-    round_robin_gradients: bool
-    sub_group_size: int | None
-    prefetch_bucket_size: int
-    param_persistence_threshold: int
-    max_live_parameters: int
-    max_reuse_distance: int | None
-    max_params_in_cpu: int
-    param_buffer_count: int
-    optimizer_buffer_count: int | None
-    aio_block_size: int
-    aio_queue_depth: int
-    aio_threads: int
-    aio_single_submit: bool
-    aio_overlap_events: bool
-    hpz_partition_size: int
-    quantized_weights: bool
-    quantized_nontrainable_weights: bool
-    quantized_gradients: bool
-    communication_dtype: str | None
-    activation_checkpointing: Mapping[str, Any] | None
-    zero3_save_16bit_model: bool
+ZeROStrategy.__doc__ = describe_arguments(ZeROStrategy.__doc__, ZeROConfig)

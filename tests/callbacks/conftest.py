@@ -102,7 +102,7 @@ def trainer() -> Any:
             world=World(),
         ),
         _run=SimpleNamespace(
-            logged_in=lambda name: math.inf,  # each value is new
+            find_logged_step=lambda name: math.inf,  # each value is new
             train_metrics=SimpleNamespace(in_bar=dict),
             train_loader=None,
             progress=SimpleNamespace(epoch_start=0),

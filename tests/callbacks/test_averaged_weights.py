@@ -10,7 +10,7 @@ from helpers.fsdp.fsdp_runs import joined_fsdp
 from helpers.runs.replicas import Net
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from trainkit.callbacks._averaged_weights import local_part, part_of, stored_part
+from trainkit.callbacks._averaged_weights import local_part, part_of, wrap_part
 from trainkit.distributed.parameter_placement import is_dtensor
 from trainkit.tagged_json.tensors import ShardedTensor
 
@@ -30,7 +30,7 @@ def check(**options: Any) -> None:
         assert is_dtensor(parameter)
         part = part_of(values[name], parameter)
         assert torch.equal(part, local_part(parameter))
-        stored = stored_part(part.float() * 2, parameter, rank)
+        stored = wrap_part(part.float() * 2, parameter, rank)
         assert isinstance(stored, ShardedTensor)
         assert (stored.shape, stored.dtype) == (parameter.shape, torch.float32)
         for owner in (1, None):
@@ -38,7 +38,7 @@ def check(**options: Any) -> None:
             assert (whole is None) == (owner not in (None, rank))
             assert whole is None or torch.equal(whole, values[name].float() * 2)
     local_part(module.first.bias).fill_(3.0)  # the same memory
-    changed: Any = stored_part(local_part(module.first.bias), module.first.bias, rank)
+    changed: Any = wrap_part(local_part(module.first.bias), module.first.bias, rank)
     assert changed.collect(None).eq(3).all()
     strategy.teardown()
 
@@ -48,7 +48,7 @@ def test_parts_of_sharded_parameters() -> None:
     check()
     plain = torch.ones(3)
     assert not is_dtensor(plain)
-    assert local_part(plain) is part_of(plain, plain) is stored_part(plain, plain, 0) is plain
+    assert local_part(plain) is part_of(plain, plain) is wrap_part(plain, plain, 0) is plain
 
 
 @pytest.mark.fsdp

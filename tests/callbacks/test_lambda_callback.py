@@ -9,7 +9,7 @@ from trainkit.callback import Callback
 from trainkit.callbacks import LambdaCallback
 from trainkit.errors import ConfigurationError, HookError, UnknownNameError
 from trainkit.module.hook_checks import check_callback
-from trainkit.module.hook_names import HOOKS
+from trainkit.module.hook_table import HOOKS
 
 
 def test_an_unknown_hook_is_an_error_with_the_nearest_one() -> None:

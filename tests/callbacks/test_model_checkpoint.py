@@ -61,7 +61,7 @@ class Checkpointing:
         """There are none."""
 
     @property
-    def places(self) -> Checkpointing:
+    def save_folders(self) -> Checkpointing:
         return self
 
     @property
@@ -77,6 +77,9 @@ class Checkpointing:
         folder.mkdir(parents=True, exist_ok=True)
         if folder not in self.folders:
             self.folders.append(folder)
+
+    def reserve(self, *, weights_only: bool, save: str | None) -> None:
+        """There is nothing to allocate."""
 
     def every_n_steps(self, n: int, due: Callable[[], None]) -> None:
         self._steps.append((n, due))
@@ -127,6 +130,7 @@ class Checkpointing:
         before_capture: Callable[[Path], None],
         committed: Callable[[CommitResult], None],
         failed: Callable[[Exception], None],
+        checksum: str | None,
     ) -> Path:
         self.wait()
         path = folder / (name if replace else free_name(folder, name))

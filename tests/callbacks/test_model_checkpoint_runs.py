@@ -23,7 +23,7 @@ from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
-from trainkit.errors import CheckpointError, MissingMetricError, Preempted
+from trainkit.errors import CheckpointError, ConfigurationError, MissingMetricError, Preempted
 
 FOLDER = Path("trainkit_runs") / "version_0" / "checkpoints"
 
@@ -209,6 +209,58 @@ def test_weights_only_and_a_file_that_names_the_newest() -> None:
             fit(ModelCheckpoint("weights"), ckpt_path=word)
     with pytest.raises(CheckpointError, match="is a weights-only checkpoint"):
         fit(ckpt_path="weights/last")  # `last` is followed to the checkpoint that it names
+
+
+class WithAdam(TinyModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Buffers(Callback):
+    """Records the bytes of the host buffers after each training batch, and then saves asynchronously or frees them."""
+
+    def __init__(self) -> None:
+        self.held: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *rest: Any) -> None:
+        trainer._save_policy.wait()
+        self.held.append(trainer._save_policy._saver._buffers.nbytes)
+        if trainer.global_step == 3:
+            trainer.save_checkpoint("by hand", blocking=False)
+        elif trainer.global_step == 4:
+            trainer.release_save_buffers()
+
+
+def test_host_memory_is_allocated_after_the_first_step_and_can_be_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.checkpoint.saver._RESERVE_FROM_BYTES", 1)
+    buffers = Buffers()
+    trainer = fit(buffers, ModelCheckpoint("a", every_n_train_steps=100), module=WithAdam(), validation=False, max_epochs=2)
+    before, reserved, same, saved, *freed = buffers.held
+    assert before == 0  # the optimizer has no state before its first step
+    tensors = [
+        *trainer.model.parameters(),
+        *(slot for state in trainer.optimizers[0].state.values() for slot in state.values()),
+    ]
+    assert reserved == same == sum(tensor.nbytes for tensor in tensors)
+    assert saved >= reserved
+    assert freed == [0] * 4
+    without = Buffers()
+    fit(without, validation=False, enable_checkpointing=False)
+    assert without.held[:3] == [0, 0, 0]
+
+
+def test_the_checksum_is_the_callbacks_or_the_trainers() -> None:
+    fit(ModelCheckpoint("a", checksum="sha256"), ModelCheckpoint("b", every_n_epochs=1))
+    fit(ModelCheckpoint("c", checksum="xxh3-128"), ModelCheckpoint("d", every_n_epochs=1), checksum="sha256").save_checkpoint(
+        "e"
+    )
+    kinds = {folder: {one.manifest.checksum for one in found(folder) if one.manifest} for folder in "abcd"}
+    assert kinds == {"a": {"sha256"}, "b": {"xxh3-128"}, "c": {"xxh3-128"}, "d": {"sha256"}}
+    assert open_checkpoint("e").manifest.checksum == "sha256"
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint\(checksum=\) must be one of 'xxh3-128', 'sha256' or None"):
+        ModelCheckpoint(checksum="md5")
+    with pytest.raises(ConfigurationError, match="checksum must be one of 'xxh3-128', 'sha256', not 'md5'"):
+        fit(checksum="md5")
 
 
 # ------------------------------------------------------------------------------------------------ ranking by a metric

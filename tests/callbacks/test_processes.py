@@ -42,7 +42,7 @@ def setting() -> tuple[Any, Any]:
     world = join(RequestedDevices(), timeout=timedelta(seconds=30))
     skips: list[int] = []
     trainer = SimpleNamespace(
-        _run=SimpleNamespace(validation=None, logged_in=lambda name: math.inf),
+        _run=SimpleNamespace(validation=None, find_logged_step=lambda name: math.inf),
         accelerator=SimpleNamespace(skip_update=lambda: skips.append(1), skips=skips),
         callback_metrics={},
         current_epoch=0,
@@ -96,7 +96,7 @@ def test_early_stopping_where_one_process_has_no_value() -> None:
     callback.on_validation_end(trainer, module)
     assert callback.best_score.item() == 0.5
     if not trainer.strategy.world.rank:
-        trainer.callback_metrics["loss"], trainer._run.logged_in = torch.tensor(0.25), lambda name: -1
+        trainer.callback_metrics["loss"], trainer._run.find_logged_step = torch.tensor(0.25), lambda name: -1
     trainer.global_step = 1
     callback.on_validation_end(trainer, module)  # the value of the main process is an old one
     assert (callback.best_score.item(), callback.wait_count) == (0.5, 1)

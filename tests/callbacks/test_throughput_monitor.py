@@ -363,7 +363,7 @@ def test_known_peaks(name: str, dtype: torch.dtype, tf32: bool, teraflops: float
 def test_the_peak_is_that_of_the_runs_precision(trainer, monkeypatch, precision: str, teraflops: float) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     trainer.precision_plugin = Precision(precision)
-    assert throughput_monitor._known_peak(trainer, torch.device("cuda", 0)) == teraflops * 1e12
+    assert throughput_monitor._find_peak_flops(trainer, torch.device("cuda", 0)) == teraflops * 1e12
 
 
 def test_waits_for_the_device_at_log_boundaries_only(trainer, module, clock, start) -> None:

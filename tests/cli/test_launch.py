@@ -19,7 +19,7 @@ from helpers.launch.configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MAC
 from helpers.support import run_python
 
 from trainkit.cli.main import main
-from trainkit.config.settings import VARIABLE, Settings, carry, debugging, inherited_settings
+from trainkit.config.settings import VARIABLE, Settings, carry, debugging, read_process_settings
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
 
@@ -230,7 +230,7 @@ def test_the_processes_get_the_settings(launch: Launch) -> None:
     assert (job.per_node, job.most) == (2, 1)
     assert job.environment["A"] == "1"
     expected = Settings({"distributed_type": "MULTI_CPU", "mixed_precision": "no", "use_cpu": True}, {}, {}, "conf.yaml")
-    assert inherited_settings(job.environment) == expected
+    assert read_process_settings(job.environment) == expected
 
 
 def test_flags_override_the_file(launch: Launch) -> None:
@@ -239,7 +239,7 @@ def test_flags_override_the_file(launch: Launch) -> None:
     assert job.command[-2:] == ("--zero_stage", "1")
     assert job.per_node == 4
     assert job.environment["TRAINKIT_DEBUG_MODE"] == "1"
-    told = inherited_settings(job.environment)
+    told = read_process_settings(job.environment)
     assert told.source == "the command line and conf.yaml"
     assert told.values["mixed_precision"] == "fp16"
     assert told.backend == {
@@ -261,7 +261,7 @@ def test_debug_mode_of_the_environment(launch: Launch) -> None:
 
 def test_flags_without_a_file(launch: Launch) -> None:
     job = launch("--cpu", "--use_deepspeed", "--offload_optimizer_device", "cpu", "script.py")
-    told = inherited_settings(job.environment)
+    told = read_process_settings(job.environment)
     assert (told.values, told.backend) == (
         {"distributed_type": "DEEPSPEED", "use_cpu": True},
         {"offload_optimizer_device": "cpu"},
@@ -289,7 +289,7 @@ def test_the_default_file_is_not_read_on_other_nodes(launch: Launch) -> None:
     theirs = carry(Settings({"mixed_precision": "bf16"}, source="theirs.yaml"))
     assert VARIABLE not in launch("script.py", **theirs, LOCAL_RANK="0", TORCHELASTIC_RUN_ID="x").environment
     write(MULTI_CPU, "default.yaml")
-    assert inherited_settings(launch("script.py", **theirs).environment).source == "theirs.yaml"
+    assert read_process_settings(launch("script.py", **theirs).environment).source == "theirs.yaml"
 
 
 @pytest.mark.parametrize("flags, expected", [
@@ -450,7 +450,7 @@ def test_settings_are_sent_to_all_nodes(hosts: Any) -> None:
         (line,) = [line for line in script.splitlines() if VARIABLE in line]
         name, _, value = shlex.split(line)[1].partition("=")
         expected = Settings({"distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}, {}, {}, "conf.yaml")
-        assert inherited_settings({name: value}) == expected
+        assert read_process_settings({name: value}) == expected
         assert "export TRAINKIT_DEBUG_MODE=1\n" in script
         assert "export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\n" in script
 

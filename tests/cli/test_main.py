@@ -187,7 +187,8 @@ def test_ctrl_c(subcommand: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("arguments, words", [
+@pytest.mark.parametrize(
+    "arguments, words", [
     (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? Subcommands: checkpoint, config, demo, env"),
     (["zzz"], "trainkit: Unknown subcommand 'zzz'. Subcommands: checkpoint, config, demo, env, launch, plan, plot, "),
     ([], "usage: trainkit [-h] [--version] <subcommand>"),
@@ -213,7 +214,10 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: trainkit plot [-h] [--out FILE]" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, words", [(["--help"], "subcommands:"), (["--version"], __version__)])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [(["--help"], "subcommands:"), (["--version"], __version__), (["launch", "--help"], "usage: trainkit launch")],
+)
 def test_as_a_module_without_loading_torch(arguments: list[str], words: str, tmp_path: Path) -> None:
     program = (
         "import runpy, sys\n"

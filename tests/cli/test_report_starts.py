@@ -21,7 +21,7 @@ from cli.test_report import Page, fit, report
 
 from trainkit.checkpoint import list_checkpoints
 from trainkit.cli.main import main
-from trainkit.cli.report.charts import interrupted_starts
+from trainkit.cli.report.charts import find_interrupted_starts
 from trainkit.cli.report.run_data import read_run
 from trainkit.loggers import CSVLogger
 
@@ -29,11 +29,22 @@ FOLDER = Path("trainkit_runs/logs/default/version_0")
 
 SCRIPT = """
 import os, signal, sys
-sys.path.insert(0, {tests!r})
-from cli.test_report import Module
 import torch
-from trainkit import Trainer
+from trainkit import Trainer, TrainModule
 from trainkit.callbacks import LambdaCallback, ModelCheckpoint
+
+class Module(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).pow(2).mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 kind, last, resume = sys.argv[1], int(sys.argv[2]), sys.argv[3:] and sys.argv[3] or None
 
@@ -52,12 +63,11 @@ trainer.fit(Module(), batches, ckpt_path=resume)
 
 
 def start(*arguments: str) -> int:
-    """Run the script in a process; its exit code."""
-    Path("train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
-    code = f"import subprocess, sys; sys.exit(abs(subprocess.run([sys.executable, 'train.py', *{arguments!r}]).returncode))"
-    done = run_python(code)
+    """Run the script in a process; its exit code, or the number of the signal that killed it."""
+    Path("train.py").write_text(SCRIPT)
+    done = run_python("train.py", *arguments)
     assert "Traceback" not in done.stderr, done.stderr
-    return done.returncode
+    return abs(done.returncode)
 
 
 def code_of(page: Page) -> list[str]:
@@ -90,7 +100,7 @@ def test_a_run_that_was_killed_twice() -> None:
 
     run = read_run(FOLDER, "run")
     records = [json.loads(line) for line in (FOLDER / "starts.jsonl").read_text().splitlines()]
-    assert [len(interrupted_starts(run)), interrupted_starts(run)[0]] == [2, run.starts[0]]
+    assert [len(find_interrupted_starts(run)), find_interrupted_starts(run)[0]] == [2, run.starts[0]]
     for start_, following in zip(run.starts, run.starts[1:], strict=False):
         assert start_.opened <= start_.end < following.opened
         times, steps = zip(*start_.points, strict=True)

@@ -19,7 +19,7 @@ from helpers.worlds.worlds import run_world
 from trainkit.cli import setup_checks, test
 from trainkit.cli.main import main
 from trainkit.cli.setup_checks import CHECKS, Check, CheckContext
-from trainkit.config.settings import Settings, carry, inherited_settings
+from trainkit.config.settings import Settings, carry, read_process_settings
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.distributed.world import World
 from trainkit.registry import make_strategy
@@ -198,7 +198,7 @@ def test_a_configuration(text: str, arguments: list[str], expected: Any, monkeyp
     assert main(["test", "--config_file", "conf.yaml", *arguments]) == 130
     ((count, (_, _, backend), variables),) = given
     assert (count, backend) == expected
-    assert inherited_settings(variables).source == "conf.yaml"
+    assert read_process_settings(variables).source == "conf.yaml"
 
 
 def test_unsupported_configurations(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

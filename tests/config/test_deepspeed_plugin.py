@@ -121,7 +121,7 @@ def test_the_section_for_activation_checkpointing() -> None:
     accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True)
     assert isinstance(accelerator.strategy, ZeROStrategy)
     assert accelerator.strategy.config.activation_checkpointing == section
-    assert plugin.claimed("activation_checkpointing") is None
+    assert plugin.loop_option("activation_checkpointing") is None
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from torch.distributed.fsdp.wrap import (
 from trainkit.config.fsdp_plugin import fsdp_plugin_of_keys
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
-from trainkit.module.blocks import chosen_modules
+from trainkit.module.blocks import select_modules
 from trainkit.utils import FullyShardedDataParallelPlugin, ParallelismConfig
 
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def chosen(choice: Any) -> list[str]:
-    return list(chosen_modules(Model(), choice, "wrap"))
+    return list(select_modules(Model(), choice, "wrap"))
 
 
 def test_the_default_is_that_of_the_strategy() -> None:
@@ -61,7 +61,7 @@ def test_the_default_is_that_of_the_strategy() -> None:
     assert plugin.options_for(True, 3, None, ()) == {}
     assert (plugin.strategy, plugin.source, plugin.divides_at_once) == ("fsdp", None, False)
     assert (plugin.fsdp_version, plugin.activation_checkpointing) == (2, False)
-    assert plugin.described() == {"strategy": "fsdp"}
+    assert plugin.describe() == {"strategy": "fsdp"}
 
 
 @pytest.mark.parametrize("given, reshard, replicas", [
@@ -164,7 +164,7 @@ def test_modules_that_are_not_sharded() -> None:
     assert chosen(options(ignored_modules=r".*\.linear")["ignored_modules"]) == ["layers.0.linear", "layers.1.linear"]
     model = Model()
     found = options(ignored_modules=iter([model.head]))["ignored_modules"]
-    assert list(chosen_modules(model, found, "ignored_modules")) == ["head"]
+    assert list(select_modules(model, found, "ignored_modules")) == ["head"]
     assert options(ignored_modules=[]) == {}
 
 
@@ -184,10 +184,10 @@ def test_what_fsdp2_always_does() -> None:
 
 def test_activation_checkpointing_is_for_the_loop() -> None:
     plugin = FullyShardedDataParallelPlugin(activation_checkpointing=True)
-    assert plugin.claimed("activation_checkpointing") is True
-    assert plugin.claimed("gradient_clipping") is None
+    assert plugin.loop_option("activation_checkpointing") is True
+    assert plugin.loop_option("gradient_clipping") is None
     assert plugin.options_for(False, 1, 1, ()) == {}
-    assert FullyShardedDataParallelPlugin().claimed("activation_checkpointing") is None
+    assert FullyShardedDataParallelPlugin().loop_option("activation_checkpointing") is None
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -277,8 +277,8 @@ def test_keys_of_files() -> None:
         "replicas": 2,
     }
     assert plugin.fsdp_version == 1
-    assert plugin.claimed("activation_checkpointing")
-    assert plugin.described() == {
+    assert plugin.loop_option("activation_checkpointing")
+    assert plugin.describe() == {
         "strategy": "fsdp",
         "sharding_strategy": "SHARD_GRAD_OP",
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.config.settings import VARIABLE, Settings, carry, debugging, inherited_settings, with_environment
+from trainkit.config.settings import VARIABLE, Settings, carry, debugging, read_process_settings, with_environment
 from trainkit.console import TrainkitWarning
 
 SETTINGS = Settings(
@@ -27,7 +27,7 @@ SETTINGS = Settings(
 
 def test_settings_without_the_launchers_keys_are_inherited() -> None:
     sent = carry(SETTINGS)
-    assert inherited_settings(sent) == Settings(
+    assert read_process_settings(sent) == Settings(
         {"distributed_type": "DEEPSPEED", "mixed_precision": "bf16"},
         {"zero_stage": 3, "gradient_clipping": 0.1},
         {"dynamo_backend": "eager"},
@@ -39,13 +39,13 @@ def test_settings_without_the_launchers_keys_are_inherited() -> None:
 
 def test_a_process_that_drives_all_devices_knows_how_many() -> None:
     settings = Settings({"distributed_type": "XLA", "num_processes": 8, "num_machines": 2})
-    assert inherited_settings(carry(settings)).devices == 4
+    assert read_process_settings(carry(settings)).devices == 4
 
 
 def test_empty_settings() -> None:
     assert carry(Settings(source="x")) == {}
     assert carry(Settings({"num_processes": 2})) == {}
-    assert inherited_settings({}) == Settings()
+    assert read_process_settings({}) == Settings()
     assert not debugging({})
 
 
@@ -73,11 +73,11 @@ def test_the_precedence_of_debug_mode() -> None:
 
 def test_accelerates_launcher_is_a_warning() -> None:
     quiet = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_DEEPSPEED": "false"}
-    assert inherited_settings(quiet) == Settings()
+    assert read_process_settings(quiet) == Settings()
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"):
         with pytest.warns(TrainkitWarning, match=f"{name}, which trainkit ignores"):
-            assert inherited_settings({name: "true"}) == Settings()
+            assert read_process_settings({name: "true"}) == Settings()
     with pytest.warns(
         TrainkitWarning, match="ACCELERATE_MIXED_PRECISION, which trainkit ignores. Start the script with: trainkit l"
     ):
-        assert inherited_settings({"ACCELERATE_MIXED_PRECISION": "bf16"}) == Settings()
+        assert read_process_settings({"ACCELERATE_MIXED_PRECISION": "bf16"}) == Settings()

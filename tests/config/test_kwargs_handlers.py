@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.config.kwargs_handlers import sorted_handlers
+from trainkit.config.kwargs_handlers import sort_handlers
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.strategies import DDPStrategy, ZeROStrategy
 from trainkit.utils import (
@@ -140,9 +140,9 @@ def test_handlers_by_their_class() -> None:
         pass
 
     mine, scaler = Mine(), GradScalerKwargs()
-    assert sorted_handlers([mine, scaler]) == {AutocastKwargs: mine, GradScalerKwargs: scaler}
-    assert sorted_handlers(None) == {}
+    assert sort_handlers([mine, scaler]) == {AutocastKwargs: mine, GradScalerKwargs: scaler}
+    assert sort_handlers(None) == {}
     with pytest.raises(ConfigurationError, match="contains two AutocastKwargs. Pass only one"):
-        sorted_handlers([mine, AutocastKwargs()])
+        sort_handlers([mine, AutocastKwargs()])
     with pytest.raises(ConfigurationError, match="expected objects of .*DistributedDataParallelKwargs, .* from trainkit.utils"):
-        sorted_handlers([{"find_unused_parameters": True}])
+        sort_handlers([{"find_unused_parameters": True}])

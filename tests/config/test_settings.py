@@ -114,8 +114,8 @@ def test_all_sections_of_fsdp() -> None:
     assert plugin.strategy == "fsdp"
     expected = {"reshard_after_forward": False, "offload_params": "cpu", "replicas": 2}
     assert plugin.options_for(False, 4, 1, ()) == expected
-    assert plugin.claimed("gradient_accumulation_steps") is None, "it is not of its section"
-    assert plugin.described() == {
+    assert plugin.loop_option("gradient_accumulation_steps") is None, "it is not of its section"
+    assert plugin.describe() == {
         "strategy": "fsdp",
         "reshard_after_forward": False,
         "cpu_offload": True,

@@ -80,7 +80,7 @@ def test_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         "num_processes": 1,
         "use_cpu": True,
     }
-    monkeypatch.setattr("trainkit.compat.accelerate_names.basic_config.tpu_is_chosen", lambda: True)
+    monkeypatch.setattr("trainkit.compat.accelerate_names.this_machine.tpu_is_chosen", lambda: True)
     assert read_settings(write_basic_config(save_location="tpu.yaml")).get("distributed_type") == "XLA"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import random
 import signal
@@ -386,19 +387,27 @@ def test_under_nohup_a_run_outlives_its_terminal() -> None:
         assert child.answer == expected
 
 
+IN_ANOTHER_THREAD = """
+import json, signal
+from concurrent.futures import ThreadPoolExecutor
+from helpers.resume.faulting import At, Watched, tell
+
+seen = At("on_train_batch_start", lambda: tell(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL), 1)
+with ThreadPoolExecutor(1) as pool:
+    print(json.dumps(pool.submit(Watched(more=[seen], workers=1).go).result()))
+"""
+
+
 def test_a_fit_in_another_thread() -> None:
-    """Python can set signal handlers only in the main thread, so this fit leaves them unchanged."""
+    """Python can set signal handlers only in the main thread, so this fit leaves them unchanged.
 
-    def work() -> Any:
-        from concurrent.futures import ThreadPoolExecutor
-
-        seen = At("on_train_batch_start", lambda: tell(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL), 1)
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(Watched(more=[seen], workers=1).go).result()
-
+    Its process is not forked from that of the tests: a worker that is forked from another thread destroys what is local to the
+    main thread, and objects that libraries of other tests keep there may crash in it.
+    """
     expected = plain()
-    with Child(work) as child:
-        assert child.answer == expected
+    done = run_python(IN_ANOTHER_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
     assert told() == [True]
 
 

@@ -325,7 +325,7 @@ def writes_to_trainer(source: Source) -> list[str]:
 
 
 def repeated_names(sources: Iterable[Source]) -> list[str]:
-    """Names of files and classes that occur in several modules, except `__init__.py` and the `info.py` of each strategy.
+    """Names of files and classes that occur in several modules, except `__init__.py`.
 
     `Checkpoint` is what reads a checkpoint, and Lightning's name of the base class of callbacks that save them.
     """
@@ -333,7 +333,7 @@ def repeated_names(sources: Iterable[Source]) -> list[str]:
     for source in sources:
         file = source.path.rpartition("/")[2]
         classes = [node.name for node in all_of(source.tree, ast.ClassDef)]
-        for name in {file, *classes} - {"__init__.py", "info.py", "Checkpoint"}:
+        for name in {file, *classes} - {"__init__.py", "Checkpoint"}:
             places.setdefault(name, []).append(source.path)
     return [f"{name}: {', '.join(paths)}" for name, paths in sorted(places.items()) if len(paths) > 1]
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from itertools import product
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import pytest
+from helpers.forks import ForkedProcess, can_fork
+from helpers.patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"  # where `helpers` is imported from
@@ -29,37 +30,36 @@ def without_gloo(printed: str) -> str:
     return "".join(line for line in printed.splitlines(keepends=True) if not _OF_GLOO.fullmatch(line))
 
 
-def covering(*values: Sequence[Any]) -> list[Any]:
-    """All combinations of values, for `pytest.mark.parametrize`; every second one is marked slow.
-
-    Without those, each value remains, and of three or more arguments each pair of values.
-    """
-    found = []
-    for places in product(*(range(len(each)) for each in values)):
-        marks = [pytest.mark.slow] if sum(places) % 2 else []
-        found.append(pytest.param(*(each[place] for each, place in zip(values, places, strict=True)), marks=marks))
-    return found
+def examples(number: int) -> int:
+    """How many examples of hypothesis a test tries: a quarter, and all in `make test-slow`."""
+    return number if "TRAINKIT_ALL_EXAMPLES" in os.environ else number // 4
 
 
 def run_python(
     *command: str,
     cwd: str | Path | None = None,
     env: Mapping[str, str] | None = None,
+    bare: bool = False,
     installed_in: str | Path | None = None,
     timeout: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
     """Run Python in a new process and wait until it exits, with any exit code.
 
+    The process is forked from one that has imported torch and trainkit, where `can_fork` allows that; see `forks.py`.
+
     Args:
         command: One string is a program (`python -c`); several are arguments (`"-m", "trainkit", "--help"`).
         cwd: Working directory; None: that of the test.
         env: Variables to add to the environment.
-        installed_in: Folder in which trainkit was installed, to import it from there instead of the checkout.
+        bare: Start a new interpreter, for a test that asserts what it imports, its memory or its command line.
+        installed_in: Folder in which trainkit was installed, to import it from there instead of the checkout; it is bare then.
         timeout: Seconds after which the process is killed and `subprocess.TimeoutExpired` is raised.
     """
     arguments = ["-c", *command] if len(command) == 1 else list(command)
     path = os.pathsep.join([str(installed_in or ROOT), str(TESTS), str(STARTUP)])
     variables = {**os.environ, "PYTHONPATH": path, **(env or {})}
+    if not bare and installed_in is None and can_fork(arguments, env or {}):
+        return _run_forked(arguments, str(cwd or Path.cwd()), variables, timeout)
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
@@ -69,3 +69,22 @@ def run_python(
         text=True,
         stdin=subprocess.DEVNULL,
     )
+
+
+def _run_forked(command: list[str], cwd: str, env: Mapping[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull) as nothing:
+        descriptors = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": err.fileno()}
+        process = ForkedProcess(command, cwd=cwd, env=env, **descriptors)
+        try:
+            code = process.wait(timeout)
+        except TimeoutError:
+            process.send_signal(signal.SIGKILL)
+            process.wait(PATIENCE)
+            code = None
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode())
+    if code is None:
+        raise subprocess.TimeoutExpired(command, timeout, *texts)
+    return subprocess.CompletedProcess([sys.executable, *command], code, *texts)

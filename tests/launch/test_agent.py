@@ -69,7 +69,17 @@ json.dump({name: os.environ[name] for name in names}, open(f"{folder}/env-{rank}
 
 
 def test_the_exit_code_is_that_of_the_first_failed_worker(tmp_path: Path) -> None:
-    script = 'ready()\nif rank == "1":\n    sys.exit(7)\ntime.sleep(0.6)\nsys.exit(9)\n'
+    script = """
+ready()
+if rank == "1":
+    sys.exit(7)
+while not os.path.exists(f"{folder}/ready-0-1"):
+    time.sleep(0.01)
+first = int(open(f"{folder}/ready-0-1").read())
+while os.path.exists(f"/proc/{first}"):  # until the agent has waited for it
+    time.sleep(0.01)
+sys.exit(9)
+"""
     agent = start_agent(script, tmp_path)
     assert (agent.code(), agent.output) == (7, "")
 

@@ -24,7 +24,7 @@ from helpers.support import run_python
 from helpers.worlds.worlds import free_port
 
 from trainkit import notebook_launcher, utils
-from trainkit.config.settings import VARIABLE, inherited_settings
+from trainkit.config.settings import VARIABLE, read_process_settings
 from trainkit.errors import ConfigurationError, Preempted, ProcessFailedError, UnsupportedArgumentError
 from trainkit.launch import agent, notebook
 from trainkit.launch.agent import Job
@@ -125,12 +125,12 @@ def test_the_job(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None
     assert job.output is not None  # because pytest captures the output
     assert job.command[0] == sys.executable
     assert repr(sys.path) in job.command[-1]
-    assert inherited_settings(job.environment).get("mixed_precision") == "no"
+    assert read_process_settings(job.environment).get("mixed_precision") == "no"
     assert FOLDER in job.environment
     assert {FOLDER, VARIABLE} & os.environ.keys() == set()
     job = captured(num_processes=3, use_port="29501", max_restarts=2, mixed_precision="BF16")
     assert (job.per_node, job.master_port, job.max_restarts) == (3, 29501, 2)
-    assert inherited_settings(job.environment).get("mixed_precision") == "bf16"
+    assert read_process_settings(job.environment).get("mixed_precision") == "bf16"
 
 
 def test_several_nodes(captured: Captured, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +192,7 @@ def test_a_single_process_is_this_one(capsys: pytest.CaptureFixture[str], monkey
     seen: list[Any] = []
 
     def train(value: int) -> str:
-        seen.append((os.getpid(), value, inherited_settings().get("mixed_precision")))
+        seen.append((os.getpid(), value, read_process_settings().get("mixed_precision")))
         if value < 0:
             raise ValueError("no")
         return "done"
@@ -204,7 +204,7 @@ def test_a_single_process_is_this_one(capsys: pytest.CaptureFixture[str], monkey
     with pytest.raises(ValueError, match="no"):
         notebook_launcher(train, (-1,), 1)
     assert seen == [(os.getpid(), 3, "bf16"), (os.getpid(), -1, "no")]
-    assert inherited_settings().values == {"gradient_accumulation_steps": 2}  # restored
+    assert read_process_settings().values == {"gradient_accumulation_steps": 2}  # restored
 
 
 # --------------------------------------------------------------------------------------- results and errors of the job

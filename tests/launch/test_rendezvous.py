@@ -95,9 +95,9 @@ def test_two_nodes_with_the_same_rank() -> None:
 @pytest.mark.parametrize("line", [b"", b"no json", b"[" * 5000, b"1", b"[1]", b'["0", 0]', b"[0, null]", b"{}", b"\xff"])
 def test_another_program_writes_to_the_store(line: bytes) -> None:
     alone = Rendezvous((1, 1), ("", 0), None, 1.0)
-    assert alone._fact(b"[null, 2]") == (None, 2)
+    assert alone._read_node(b"[null, 2]") == (None, 2)
     with pytest.raises(ConfigurationError, match=r"not a launcher of this job has written .* --master-port PORT"):
-        alone._fact(line)
+        alone._read_node(line)
     alone.leave()
 
 

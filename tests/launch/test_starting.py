@@ -51,7 +51,7 @@ def test_the_same_command_line_is_run(arguments: list[str], tmp_path: Path) -> N
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "script.py").write_text(SCRIPT)
     (tmp_path / "sub" / "__init__.py").touch()
-    done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
+    done = run_python(*arguments, bare=True, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
     assert (done.returncode, done.stdout, done.stderr) == (3, "not flushed, at exit\n", "")
     first, second = ranks(tmp_path)
     assert first == second
@@ -69,7 +69,7 @@ def test_a_script_that_goes_elsewhere_before_it_uses_trainkit(arguments: list[st
     """
     head = 'import os, trainkit\nos.makedirs("run", exist_ok=True)\nos.chdir("run")\n'
     (tmp_path / "script.py").write_text(head + SCRIPT)
-    done = run_python(*arguments, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
+    done = run_python(*arguments, bare=True, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
     assert [(rank[0], rank[2]) for rank in ranks(tmp_path)] == [(arguments, str(tmp_path / "run"))] * 2
     assert list((tmp_path / "run").iterdir()) == []
@@ -79,7 +79,7 @@ def test_a_zipped_program(tmp_path: Path) -> None:
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "__main__.py").write_text(SCRIPT)
     zipapp.create_archive(tmp_path / "program", tmp_path / "program.pyz")
-    done = run_python("program.pyz", "0", cwd=tmp_path, env={"FOLDER": str(tmp_path)})
+    done = run_python("program.pyz", "0", bare=True, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
     assert [rank[0] for rank in ranks(tmp_path)] == [["program.pyz", "0"]] * 2
 
@@ -89,7 +89,7 @@ def test_a_program_that_was_installed(tmp_path: Path) -> None:
     program = tmp_path / "bin" / "program"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable}\n{SCRIPT}")
-    done = run_python(str(program), "0", cwd=tmp_path, env={"FOLDER": str(tmp_path)})
+    done = run_python(str(program), "0", bare=True, cwd=tmp_path, env={"FOLDER": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")
     assert [rank[0] for rank in ranks(tmp_path)] == [[str(program), "0"]] * 2
 
@@ -108,7 +108,7 @@ world.barrier()
 if world.rank == 1:
     sys.exit("rank 1 ends it")
 """)
-    done = run_python("-u", "script.py", cwd=tmp_path)
+    done = run_python("-u", "script.py", bare=True, cwd=tmp_path)
     assert done.returncode == 1, done.stderr
     assert without_gloo(done.stdout) == "[1.0, 2.0] this script\n" * 2, done.stderr
     assert done.stderr.splitlines() == ["trainkit: 2 processes, started by this script (it requests them).", "rank 1 ends it"]
@@ -127,7 +127,7 @@ AGAIN = "trainkit: devices=2 needs 2 processes, and each of them runs this scrip
 def test_one_process_and_then_two(tmp_path: Path) -> None:
     """A second Trainer, with `devices=2`, runs the whole script again with a notice, if the first did not set `devices`."""
     (tmp_path / "script.py").write_text(TWICE.format(first={}))
-    done = run_python("-u", "script.py", cwd=tmp_path)
+    done = run_python("-u", "script.py", bare=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     first, *others = without_gloo(done.stdout).splitlines()
     assert first == "{} 1"
@@ -141,7 +141,7 @@ def test_one_process_and_then_two(tmp_path: Path) -> None:
 def test_devices_1_and_then_2(option: dict[str, object], tmp_path: Path) -> None:
     """If the first Trainer has `devices=1`, a second one with `devices=2` raises an error once, before anything runs again."""
     (tmp_path / "script.py").write_text(TWICE.format(first=option))
-    done = run_python("-u", "script.py", cwd=tmp_path)
+    done = run_python("-u", "script.py", bare=True, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, f"{option} 1\n"), done.stderr
     *_, last = done.stderr.splitlines()
     assert last == (

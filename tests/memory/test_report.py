@@ -18,18 +18,17 @@ from torch import nn
 from trainkit import TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError, ModuleError, OptimizerError
 from trainkit.memory.inventory import parse_bytes, placeholder_of
-from trainkit.memory.report import MemoryPlan, Row
+from trainkit.memory.report import MemoryEstimate, Row
 from trainkit.strategies import DDPStrategy
-from trainkit.trainer.memory_plan import contents_of_module
 
 T, FROZEN = 3_128_327, 262_656  # number of trained and of frozen elements of Planned
 
 
-def plan(module: TrainModule | None = None, *, trainer: dict[str, Any] | None = None, **options: Any) -> MemoryPlan:
+def plan(module: TrainModule | None = None, *, trainer: dict[str, Any] | None = None, **options: Any) -> MemoryEstimate:
     return make_trainer(**(trainer or {})).plan(module or Planned(), **options)
 
 
-def row(made: MemoryPlan, strategy: str, processes: int) -> Row:
+def row(made: MemoryEstimate, strategy: str, processes: int) -> Row:
     return next(each for each in made.rows if (each.strategy, each.processes) == (strategy, processes))
 
 
@@ -262,7 +261,7 @@ def test_a_large_model_takes_no_memory() -> None:
         assert plan.parameters == 100 * 8192**2
         print("KB", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     """
-    done = run_python("if True:" + program)
+    done = run_python("if True:" + program, bare=True)
     assert done.returncode == 0, done.stderr
     kilobytes = int(done.stdout.rpartition("KB")[2])
     assert kilobytes < 100_000 * (1024 if sys.platform == "darwin" else 1)
@@ -330,5 +329,5 @@ def test_passing_buffers_are_not_stored() -> None:
             super().__init__()
             self.register_buffer("passing", torch.ones(1000), persistent=False)
 
-    contents = contents_of_module(make_trainer(), Buffered())
+    contents = make_trainer()._memory_estimator().contents(Buffered())
     assert (contents.buffers, contents.stored_buffers) == (4 * 1512, 4 * 512)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.config.compiling import Compilation
-from trainkit.memory.report import MemoryPlan
+from trainkit.memory.report import MemoryEstimate
 from trainkit.memory.traced_step import StepTraceError, activation_profile, step_flops
 from trainkit.module.activation_checkpointing import CheckpointingChoice, checkpoint_activations
 from trainkit.strategy import Contents, Held, Weight, in_backward
@@ -207,11 +207,11 @@ def test_what_cannot_be_traced_has_a_reason(step: Step, reason: str) -> None:
     assert torch.ones(1).item() == 1.0  # no mode is left behind
 
 
-def plan(module: TrainModule, *data: Any, trainer: dict[str, Any] | None = None, **options: Any) -> MemoryPlan:
+def plan(module: TrainModule, *data: Any, trainer: dict[str, Any] | None = None, **options: Any) -> MemoryEstimate:
     return make_trainer(**(trainer or {})).plan(module, *data, **options)
 
 
-def backward(made: MemoryPlan, strategy: str, processes: int) -> Held:
+def backward(made: MemoryEstimate, strategy: str, processes: int) -> Held:
     rows = {(row.strategy, row.processes): row for row in made.rows}
     return rows[strategy, processes].footprint.moments["backward"].device
 

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from trainkit.errors import ConfigurationError, UnknownNameError
-from trainkit.module.blocks import chosen_modules, repeated_blocks
+from trainkit.module.blocks import find_repeated_blocks, select_modules
 
 
 class Block(nn.Module):
@@ -28,11 +28,11 @@ class Model(nn.Module):
 
 
 def test_members_of_a_list_that_have_the_same_class() -> None:
-    assert list(repeated_blocks(Model(Block(), Other(), Block()))) == ["layers.0", "layers.2"]
+    assert list(find_repeated_blocks(Model(Block(), Other(), Block()))) == ["layers.0", "layers.2"]
 
 
 def test_a_single_block_and_layers_without_submodules_are_none() -> None:
-    assert repeated_blocks(Model(Block(), nn.Linear(2, 2), nn.Linear(2, 2))) == {}
+    assert find_repeated_blocks(Model(Block(), nn.Linear(2, 2), nn.Linear(2, 2))) == {}
 
 
 def test_the_outermost_block_counts() -> None:
@@ -41,24 +41,24 @@ def test_the_outermost_block_counts() -> None:
             super().__init__()
             self.blocks = nn.ModuleList([Block(), Block()])
 
-    assert list(repeated_blocks(Model(Outer(), Outer()))) == ["layers.0", "layers.1"]
+    assert list(find_repeated_blocks(Model(Outer(), Outer()))) == ["layers.0", "layers.1"]
 
 
 def test_containers_are_searched_and_are_no_blocks() -> None:
     stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
-    assert list(repeated_blocks(stages)) == ["0.0", "0.1", "1.0", "1.1"]
-    assert list(repeated_blocks(nn.ModuleDict({"a": Block(), "b": Block()}))) == ["a", "b"]
+    assert list(find_repeated_blocks(stages)) == ["0.0", "0.1", "1.0", "1.1"]
+    assert list(find_repeated_blocks(nn.ModuleDict({"a": Block(), "b": Block()}))) == ["a", "b"]
 
 
 def test_a_block_that_is_used_twice_counts_once() -> None:
     block = Block()
-    assert list(repeated_blocks(Model(block, Block(), block))) == ["layers.0", "layers.1"]
+    assert list(find_repeated_blocks(Model(block, Block(), block))) == ["layers.0", "layers.1"]
 
 
 def test_a_model_of_transformers_names_the_classes_of_its_blocks() -> None:
     model = Model(Block(), Block(), Other())
     model._no_split_modules = ["Other"]  # type: ignore[assignment]
-    assert list(repeated_blocks(nn.ModuleDict({"model": model}))) == ["model.layers.2"]
+    assert list(find_repeated_blocks(nn.ModuleDict({"model": model}))) == ["model.layers.2"]
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_model_of_transformers_names_the_classes_of_its_blocks() -> None:
     ids=["class", "subclass", "class-name", "pattern", "name", "several", "function"],
 )
 def test_choices(choice: object, names: list[str]) -> None:
-    assert list(chosen_modules(Model(Block(), Other()), choice, "wrap")) == names  # type: ignore[arg-type]
+    assert list(select_modules(Model(Block(), Other()), choice, "wrap")) == names  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -91,4 +91,4 @@ def test_choices(choice: object, names: list[str]) -> None:
 )
 def test_choices_that_name_nothing(choice: object, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
-        chosen_modules(Model(Block()), choice, "wrap")  # type: ignore[arg-type]
+        select_modules(Model(Block()), choice, "wrap")  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 
 from trainkit import Callback, TrainModule
-from trainkit.module.hook_names import HOOKS
+from trainkit.module.hook_table import HOOKS
 
 # Hooks are public API: a new hook or argument also needs a line in the changelog, one in the docs and one here.
 FROZEN = {

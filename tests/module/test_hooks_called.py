@@ -11,7 +11,7 @@ from helpers.runs.trainers import make_trainer
 
 from trainkit import Callback
 from trainkit.errors import HookError
-from trainkit.module.hook_names import HOOKS
+from trainkit.module.hook_table import HOOKS
 
 
 def test_callback_without_hooks_adds_no_calls() -> None:

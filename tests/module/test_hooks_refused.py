@@ -16,8 +16,8 @@ from torch import nn
 from trainkit import Callback, DataModule, TrainModule
 from trainkit.console import TrainkitWarning
 from trainkit.errors import HookError, LossError
-from trainkit.module.hook_checks import check_callback, check_datamodule, check_module
-from trainkit.module.hook_names import HOOKS, REMOVED, WARNED
+from trainkit.module.hook_checks import REMOVED, WARNED, check_callback, check_datamodule, check_module
+from trainkit.module.hook_table import HOOKS
 
 
 def callback_with(**methods: Any) -> Callback:

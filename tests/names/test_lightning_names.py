@@ -12,7 +12,7 @@ from helpers.lightning.listing import NAMES
 from helpers.runs.trainers import make_trainer
 
 import trainkit
-from trainkit.module.hook_names import REMOVED
+from trainkit.module.hook_checks import REMOVED
 from trainkit.names import advice, advice_by_place, table, use_instead
 
 ADVICE, LIGHTNING = advice_by_place(), table("lightning")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
-from trainkit.state.model import ModelState, capture_model, frozen_fingerprint, plan_model
+from trainkit.state.model import ModelState, capture_model, fingerprint_frozen, plan_model
 
 WHAT = "the checkpoint step-4"
 
@@ -255,6 +255,6 @@ def test_lazy_parameters_may_be_frozen() -> None:
     for parameter in module.parameters():
         parameter.requires_grad = False
     state = stored(module, "trainable")
-    assert state.fingerprint == frozen_fingerprint(module) != frozen_fingerprint(other)
+    assert state.fingerprint == fingerprint_frozen(module) != fingerprint_frozen(other)
     assert restore_model(other, state, what=WHAT) == ["requires_grad of 4 parameters was set to False, as in the checkpoint"]
     assert not any(parameter.requires_grad for parameter in other.parameters())

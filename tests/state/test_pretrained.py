@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import StateMismatchError, UnsavableError
 from trainkit.optim.parameter_names import parameter_names
-from trainkit.state.model import capture_model, frozen_fingerprint
+from trainkit.state.model import capture_model, fingerprint_frozen
 from trainkit.state.optimizer import capture_optimizer
 from trainkit.state.pretrained import has_adapters
 
@@ -217,7 +217,7 @@ def test_buffers_of_a_frozen_base_are_stored() -> None:
 
 def test_a_fingerprint_tells_names_dtypes_shapes_and_bits_apart() -> None:
     def of(**tensors: Tensor) -> str:
-        return frozen_fingerprint(nn.ParameterDict(tensors).requires_grad_(False))
+        return fingerprint_frozen(nn.ParameterDict(tensors).requires_grad_(False))
 
     base = of(a=torch.zeros(2, 3), b=torch.ones(()))
     assert base == of(b=torch.ones(()), a=torch.zeros(3, 2).t())
@@ -231,10 +231,10 @@ def test_a_fingerprint_tells_names_dtypes_shapes_and_bits_apart() -> None:
     ]
     assert len({base, *different}) == 7
     trained = frozen()
-    before = frozen_fingerprint(trained)
+    before = fingerprint_frozen(trained)
     trained[2].weight.data.fill_(9.0)
-    assert frozen_fingerprint(trained) == before == frozen_fingerprint(torch.nn.parallel.DataParallel(frozen()))
-    assert frozen_fingerprint(frozen(2.0)) != before
+    assert fingerprint_frozen(trained) == before == fingerprint_frozen(torch.nn.parallel.DataParallel(frozen()))
+    assert fingerprint_frozen(frozen(2.0)) != before
 
 
 def test_a_known_fingerprint_is_not_computed_again() -> None:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.resume.checkpoints import complaint
-from helpers.support import run_python
+from helpers.support import examples, run_python
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -130,7 +130,7 @@ values = st.recursive(
 
 
 @given(values)
-@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(400), suppress_health_check=[HealthCheck.too_slow])
 def test_every_value_is_restored_unchanged(value: Any) -> None:
     back = there_and_back(value)
     assert same(back, value), (back, value)
@@ -572,7 +572,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @given(mutated())
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 def test_mutated_state_is_read_or_refused(data: bytes) -> None:
     found: dict[str, Tensor] = {}
     dumps(SAMPLE, found)
@@ -604,7 +604,7 @@ hostile = st.recursive(
 
 
 @given(hostile)
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 def test_any_nesting_of_tags_is_read_or_refused(structure: Any) -> None:
     try:
         value = loads(json.dumps(structure).encode(), {FILE: {"k": torch.ones(1)}}, "x")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import itertools
 import math
@@ -16,7 +15,6 @@ import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 
-import trainkit.callbacks
 from trainkit import DataModule, Trainer
 from trainkit.errors import (
     CheckpointNotFoundError,
@@ -72,14 +70,6 @@ DEFAULTS_OF_LIGHTNING_2: dict[str, Any] = {
     "enable_autolog_hparams": True,
     "model_registry": None,
 }
-LIGHTNING_1 = """
-    checkpoint_callback process_position num_processes gpus auto_select_gpus tpu_cores ipus log_gpu_memory
-    progress_bar_refresh_rate track_grad_norm flush_logs_every_n_steps weights_summary weights_save_path
-    truncated_bptt_steps resume_from_checkpoint auto_lr_find replace_sampler_ddp terminate_on_nan
-    auto_scale_batch_size prepare_data_per_node amp_backend amp_level move_metrics_to_cpu multiple_trainloader_mode
-    stochastic_weight_avg distributed_backend reload_dataloaders_every_epoch automatic_optimization overfit_pct
-    row_log_interval log_save_interval early_stop_callback train_percent_check val_percent_check test_percent_check
-""".split()  # noqa: SIM905 - shorter than a list
 OURS = [name for name in inspect.signature(Trainer.__init__).parameters if name not in ("self", "unknown")]
 
 
@@ -95,7 +85,7 @@ def refused(**arguments: Any) -> str:
 
 
 def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement() -> None:
-    assert {*LIGHTNING_2, *LIGHTNING_1} <= {*OURS, *ADVICE["Trainer"]}
+    assert {*LIGHTNING_2} <= {*OURS, *ADVICE["Trainer"]}
     assert not set(OURS) & set(ADVICE["Trainer"])
 
 
@@ -116,22 +106,6 @@ def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("name", "value", "fix"),
     [
-        ("gpus", 2, "use accelerator='gpu', devices=2"),
-        ("gpus", [0, 3], "use accelerator='gpu', devices=[0, 3]"),
-        ("gpus", "0,1", "use accelerator='gpu', devices='0,1'"),
-        ("gpus", -1, "use accelerator='gpu', devices=-1"),
-        ("gpus", 0, "use accelerator='cpu'"),
-        ("gpus", True, "use accelerator='gpu', devices=..."),
-        ("gpus", [object()], "use accelerator='gpu', devices=..."),
-        ("num_processes", 4, "use accelerator='cpu', devices=4"),
-        ("tpu_cores", 8, "use accelerator='tpu', devices=8"),
-        ("tpu_cores", [5], "use accelerator='tpu', devices=..."),  # a core, not a number of them
-        ("train_percent_check", 0.1, "use limit_train_batches=0.1"),
-        ("train_percent_check", 1, "use limit_train_batches=1.0"),
-        ("checkpoint_callback", False, "use enable_checkpointing=False, or callbacks=[ModelCheckpoint(...)]"),
-        ("progress_bar_refresh_rate", 20, "use callbacks=[TQDMProgressBar(refresh_rate=20)]"),
-        ("resume_from_checkpoint", "a.ckpt", "pass the path to trainer.fit: trainer.fit(module, ckpt_path='a.ckpt')"),
-        ("distributed_backend", "ddp", "use strategy='ddp', which chooses it"),
         ("gradient_checkpointing", True, "use activation_checkpointing=True"),
     ],
 )
@@ -158,11 +132,6 @@ def test_lightnings_defaults_are_accepted() -> None:
         ("barebones", False),
         ("enable_autolog_hparams", True),
         ("model_registry", None),
-        ("gpus", None),
-        ("resume_from_checkpoint", None),
-        ("replace_sampler_ddp", True),
-        ("auto_lr_find", False),
-        ("track_grad_norm", -1),
     ],
 )
 def test_a_default_of_lightning_asks_for_nothing(name: str, value: Any) -> None:
@@ -178,7 +147,6 @@ def test_a_default_of_lightning_asks_for_nothing(name: str, value: Any) -> None:
         ("barebones", True),
         ("barebones", 0),
         ("enable_autolog_hparams", False),
-        ("replace_sampler_ddp", None),
     ],
 )
 def test_values_like_a_default_are_rejected(name: str, value: Any) -> None:
@@ -504,19 +472,7 @@ def test_a_gpu_that_is_not_there() -> None:
     assert "Use accelerator='cpu'" in refused(accelerator="cuda")
 
 
-@pytest.mark.parametrize("name", sorted(name for name, fix in ADVICE["Trainer"].items() if "callbacks=[" in fix))
-def test_a_callback_that_is_named_as_the_replacement_can_be_made(name: str) -> None:
-    made = ast.parse(
-        ADVICE["Trainer"][name].partition("callbacks=[")[2].partition("]")[0].replace("...", "1"), mode="eval"
-    ).body
-    assert isinstance(made, ast.Call)
-    assert isinstance(made.func, ast.Name)
-    signature = inspect.signature(getattr(trainkit.callbacks, made.func.id))
-    signature.bind(*made.args, **{keyword.arg: 1 for keyword in made.keywords if keyword.arg})
-
-
-def test_the_replacement_of_track_grad_norm_logs_the_norm() -> None:
+def test_log_grad_norm_logs_the_norm() -> None:
     trainer = make_trainer(log_grad_norm=True, log_every_n_steps=1)
     trainer.fit(TinyModule(), tiny_loader())
-    assert "log_grad_norm=True" in ADVICE["Trainer"]["track_grad_norm"]
     assert trainer.callback_metrics["grad_norm"].item() > 0

@@ -31,7 +31,7 @@ from trainkit.errors import (
     TrainkitError,
 )
 from trainkit.loggers import CSVLogger
-from trainkit.module.hook_names import REMOVED, WARNED
+from trainkit.module.hook_checks import REMOVED, WARNED
 
 
 class Witness(Callback):

@@ -117,8 +117,7 @@ saving(max_epochs=1, default_root_dir="../runs").fit(TinyModule(), tiny_loader()
 def test_the_command_line_can_be_run_again(how: list[str]) -> None:
     Path("train.py").write_text(SCRIPT.format(tests=str(Path(__file__).parents[1])))
     given = [*how, "--lr=0.1", "--api-key", "hush", "a b"]
-    code = f"import subprocess, sys; sys.exit(subprocess.run([sys.executable, *{given!r}]).returncode)"
-    done = run_python(code)
+    done = run_python(*given)
     assert done.returncode == 0, done.stderr
     start, _ = records("runs/version_0")
     assert start["command"] == [sys.executable, *how, "--lr=0.1", "--api-key", "***", "a b"]

@@ -111,7 +111,7 @@ def train_and_save() -> list[str]:
     """Train, and save in the middle of the first epoch. Returns the names of the files that this process has written."""
     written: list[str] = []
     plain = commits.write_file
-    commits.write_file = lambda path, pieces: (written.append(path.name), plain(path, pieces))[1]  # type: ignore[assignment]
+    commits.write_file = lambda path, *rest: (written.append(path.name), plain(path, *rest))[1]  # type: ignore[assignment]
     at = At("on_train_batch_end", 3, lambda trainer: trainer.save_checkpoint("first"))
     fit(at, enable_checkpointing=False, max_steps=4)
     return written
@@ -320,9 +320,9 @@ class Told(ModelCheckpoint):
             assert time.monotonic() < end
             time.sleep(0.01)
 
-    def _failed(self, *given: Any) -> None:
+    def _on_failure(self, *given: Any) -> None:
         self.steps.append(self.trainer.global_step)
-        super()._failed(*given)
+        super()._on_failure(*given)
 
 
 def told(rank: int) -> list[int]:
@@ -352,10 +352,10 @@ def test_three_failures_end_the_run_on_all(run_dir: Path, rank: int) -> None:
 def killed_while_saving(rank: int) -> None:
     plain = commits._write
 
-    def write(draft: Any, partial: Path) -> Any:
+    def write(draft: Any, partial: Path, checksum: str) -> Any:
         if "step-00000004" in partial.name:
             os.kill(os.getpid(), signal.SIGKILL)
-        return plain(draft, partial)
+        return plain(draft, partial, checksum)
 
     trainer = make(ModelCheckpoint(every_n_train_steps=2, keep_last=1))
     if trainer.global_rank == rank:

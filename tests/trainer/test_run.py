@@ -70,7 +70,7 @@ def test_several_processes_are_woken_by_the_step_flags_alone() -> None:
     """With several processes, a request sets no local flag: the ranks agree on a safe point in the next step."""
     run = make_run()
     run.request_safe_point()
-    assert (run.several, run.progress.safe_point_due) == (False, True)
+    assert (run.distributed, run.progress.safe_point_due) == (False, True)
 
     class Two(Strategy):
         world = type("World", (), {"size": 2})()
@@ -78,7 +78,7 @@ def test_several_processes_are_woken_by_the_step_flags_alone() -> None:
 
     other = replace(run, strategy=Two("cpu"), progress=RunProgress())
     other.request_safe_point()
-    assert (other.several, other.progress.safe_point_due) == (True, False)
+    assert (other.distributed, other.progress.safe_point_due) == (True, False)
 
 
 # ---------------------------------------------------------------------------------------------------------------- metrics

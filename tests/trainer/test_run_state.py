@@ -13,7 +13,7 @@ from trainkit.callbacks import EarlyStopping
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.progress import Phase, Stop
 from trainkit.trainer.run import Run
-from trainkit.trainer.run_state import capture_run, parts_of, restore_loop, restore_run
+from trainkit.trainer.run_state import capture_run, restore_loop, restore_run, training_objects
 from trainkit.trainer.safe_points import SafePoints
 from trainkit.trainer.setup import Training, prepare_evaluation, prepare_training
 
@@ -111,7 +111,7 @@ def test_without_a_loader_only_what_builds_the_module_again() -> None:
 
 def test_the_parts_are_the_users_own_objects() -> None:
     run, plan = fitting()
-    parts = parts_of(run)
-    assert parts.models == [run.module]
-    assert parts.optimizers == [plan.optimizer]
-    assert isinstance(parts.optimizers[0], torch.optim.SGD)
+    objects = training_objects(run)
+    assert objects.models == [run.module]
+    assert objects.optimizers == [plan.optimizer]
+    assert isinstance(objects.optimizers[0], torch.optim.SGD)

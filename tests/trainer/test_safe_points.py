@@ -16,7 +16,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, Preempted
 from trainkit.trainer.progress import Stop
 from trainkit.trainer.run import Run
-from trainkit.trainer.safe_points import SafePoints
+from trainkit.trainer.safe_points import SafePoints, step_interval
 
 
 def safe_points(run: Run) -> tuple[SafePoints, list[bool]]:
@@ -96,14 +96,12 @@ def test_closing_forgets_everything() -> None:
     points.request(lambda: done.append("request"))
     points.every_n_steps(1, lambda: done.append("steps"))
     points.every(timedelta(days=1), lambda: done.append("time"))
-    timers = list(points._timers.values())
+    (timer,) = points._timers.values()
     points.close()
+    assert not timer.is_alive()  # a thread that is only told to end would still be counted after the run
     steps(points, run, 2)
     points.carry_out()
     assert done == []
-    for timer in timers:
-        timer.join(PATIENCE)
-        assert not timer.is_alive()
 
 
 def test_failed_saves_are_reported_at_the_next_safe_point() -> None:
@@ -118,7 +116,7 @@ def test_failed_saves_are_reported_at_the_next_safe_point() -> None:
 def test_complete_saves_are_reported_at_the_next_safe_point() -> None:
     run, reports = make_run(), []
     points = SafePoints(run, lambda wait: None, lambda: reports.append(run.progress.global_step))
-    points.saved()
+    points.note_save()
     steps(points, run, 2)
     assert reports == [1]
 
@@ -213,6 +211,39 @@ def test_a_stop_that_one_rank_requests_acts_on_both_after_the_same_step() -> Non
 
     first, second = ranks(work)
     assert first == second == [Stop.RUNNING, Stop.RUNNING, Stop.STOPPING, Stop.STOPPING]
+
+
+@pytest.mark.parametrize(
+    "ranks, steps_between", [(1, 1), (2, 1), (64, 1), (65, 2), (128, 2), (129, 3), (512, 4), (1024, 5), (4096, 7)]
+)
+def test_how_often_ranks_exchange_depends_on_their_number_only(ranks: int, steps_between: int) -> None:
+    assert step_interval(ranks) == steps_between
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_many_ranks_act_one_step_after_the_next_exchange(monkeypatch: pytest.MonkeyPatch, accumulation: int) -> None:
+    """Requested in step 4, exchanged in step 6, acts in step 7; in a resumed run also, since only the position counts."""
+    monkeypatch.setattr("trainkit.trainer.safe_points.step_interval", lambda ranks: 3)
+
+    def from_step(first: int) -> Any:
+        def work(points: SafePoints, run: Run, reports: list[bool]) -> list[tuple[int, Stop]]:
+            seen, sent, begin = [], [], run.strategy.world.begin_largest
+            run.strategy.world.begin_largest = lambda values: (sent.append(step), begin(values))[1]  # type: ignore[method-assign]
+            run.accumulation = accumulation
+            for step in range(first, 9):
+                run.progress.batch_idx = accumulation * step - 1
+                run.progress.should_stop = step >= 4 and run.strategy.rank == 1
+                steps(points, run, 1)
+                seen.append((step, run.progress.stop))
+            assert sent == [3, 6][first > 3 :]
+            return seen
+
+        return work
+
+    whole, other = ranks(from_step(1))
+    assert whole == other
+    assert whole == [(step, Stop.STOPPING if step >= 7 else Stop.RUNNING) for step in range(1, 9)]
+    assert ranks(from_step(5))[0] == whole[4:]
 
 
 def test_at_once_both_ranks_know_of_a_stop_request() -> None:

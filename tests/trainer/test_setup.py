@@ -87,7 +87,7 @@ def test_a_strategy_may_bring_the_optimizer() -> None:
 def test_automatic_optimization() -> None:
     run = make_run()
     made = plan(run)
-    assert (made.automatic, made.without_optimizer, made.several, made.pad) == (True, False, False, pad_alone)
+    assert (made.automatic, made.without_optimizer, made.distributed, made.pad) == (True, False, False, pad_alone)
     assert made.optimizer is run.torch_optimizers[0]
     parameter = run.module.layer.weight  # type: ignore[union-attr]
     parameter.grad = torch.ones_like(parameter)

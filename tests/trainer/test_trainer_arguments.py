@@ -196,7 +196,7 @@ def test_positional_arguments_are_none() -> None:
 
 
 def test_an_unknown_argument_of_a_verb() -> None:
-    with pytest.raises(UnsupportedArgumentError, match="use train_dataloaders"):
+    with pytest.raises(UnknownNameError, match="Trainer.fit.*Did you mean 'train_dataloaders'"):
         make_trainer().fit(TinyModule(), train_dataloader=tiny_loader())
     with pytest.raises(UnknownNameError, match="Trainer.test.*Did you mean 'dataloaders'"):
         make_trainer().test(TinyModule(), dataloader=tiny_loader())

@@ -247,7 +247,7 @@ def test_a_time_between_validations(monkeypatch: pytest.MonkeyPatch) -> None:
         def start(self) -> None:
             pass
 
-        cancel = start
+        cancel = join = start
 
     class Fires(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -16,6 +16,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 
 from trainkit import Callback, DataModule, Precision, Strategy, Trainer
 from trainkit.callbacks import GradientClipping, ModelCheckpoint, ModelSummary, TQDMProgressBar
+from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import TrainkitError
 from trainkit.loggers import CSVLogger, Logger
 
@@ -130,6 +131,11 @@ def attached(kind: type) -> Callable[[Trainer, Seen], bool]:
     return lambda trainer, seen: any(isinstance(callback, kind) for callback in trainer.callbacks)
 
 
+def saved_with(trainer: Trainer, seen: Seen) -> str:
+    [callback] = trainer.checkpoint_callbacks
+    return open_checkpoint(callback.last_model_path).manifest.checksum
+
+
 EFFECTS: dict[str, Effect] = {
     "strategy": Effect({"strategy": Strategy("cpu", "64-true")}, lambda t, s: t.strategy.precision.name, "32-true", "64-true"),
     "precision": Effect(
@@ -176,6 +182,7 @@ EFFECTS: dict[str, Effect] = {
     "enable_progress_bar": Effect({"enable_progress_bar": True}, attached(TQDMProgressBar), False, True),
     "enable_model_summary": Effect({"enable_model_summary": True}, attached(ModelSummary), False, True),
     "enable_checkpointing": Effect({"enable_checkpointing": True}, attached(ModelCheckpoint), False, True),
+    "checksum": Effect({"checksum": "sha256"}, saved_with, "xxh3-128", "sha256", {"enable_checkpointing": True}),
     "deterministic": Effect({"deterministic": True}, lambda t, s: s.during["deterministic"], False, True),
     "benchmark": Effect({"benchmark": True}, lambda t, s: s.during["benchmark"], False, True),
     "inference_mode": Effect({"inference_mode": False}, lambda t, s: s.during["inference"], True, False),

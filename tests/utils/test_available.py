@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from trainkit.compat.accelerate_names import available
+from trainkit.compat.accelerate_names import this_machine as available
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,10 +86,10 @@ class _Questions:
             if kind == "gpu" and machines == 1:
                 self._ask_key("gpu_ids", "GPUs to use, such as 0,1, or all", "all", fits=_at_least(processes))
             self._sharding()
-        several = (
+        distributed_type = (
             automatic_info(DEVICE).distributed_type if kind == "tpu" else f"MULTI_{kind.upper()}" if processes > 1 else "NO"
         )
-        self._values.setdefault("distributed_type", several)
+        self._values.setdefault("distributed_type", distributed_type)
         self._values["use_cpu"] = kind == "cpu"
         if CONFIG_FILE not in self._backend:  # it has the precision
             self._ask_key("mixed_precision", "Precision: no (float32), fp16, bf16 or fp8", "no")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from trainkit._version import __version__
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import read_ranks
 from trainkit.masking import is_secret_name, mask_value
@@ -129,7 +129,7 @@ def _launcher(env: Mapping[str, str]) -> str:
         return f"contradictory variables: {error}"
     if place is None:
         return f"no launcher: a single process{' (interactive)' if sys.flags.interactive else ''}"
-    nodes = "" if place.nodes is None else f", {counted(place.nodes, 'node')}"
+    nodes = "" if place.nodes is None else f", {quantity(place.nodes, 'node')}"
     return f"{place.launcher}: rank {place.rank} of {place.size}{nodes} ({place.reason})"
 
 

@@ -83,9 +83,9 @@ def run(args: argparse.Namespace) -> int:
     settings = with_environment(merge_settings(args, flags, file), flags, os.environ)
     if hostfile(args, settings) is not None:
         return _run_hosts(args, flags, settings)
-    given = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]
-    if given:
-        raise ConfigurationError(f"--{given[0]} needs nodes that are started by ssh. List them in a file: --hostfile FILE")
+    names = [name for name in ("setup", "export", "ssh") if getattr(args, name) is not None]
+    if names:
+        raise ConfigurationError(f"--{names[0]} needs nodes that are started by ssh. List them in a file: --hostfile FILE")
     nodes = find_nodes(args, flags, file, os.environ)
     unbuffered = () if sys.stdout.isatty() else ("-u",)  # buffered output is lost when a process is killed
     command = (sys.executable, *unbuffered, *_program(args.SCRIPT, args.module), *args.ARGS)
@@ -149,19 +149,19 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
     return run_hosts(scripts, _command("ssh" if args.ssh is None else args.ssh), grace(os.environ), join_timeout(os.environ))
 
 
-def _exports(wanted: list[str], env: Mapping[str, str]) -> dict[str, str]:
+def _exports(exports: list[str], env: Mapping[str, str]) -> dict[str, str]:
     """The environment variables for the nodes: those of `--export`, and the settings of this command."""
-    found = {name: env[name] for name in _SETTINGS if name in env}
-    for text in wanted:
-        name, given, value = text.partition("=")
+    variables = {name: env[name] for name in _SETTINGS if name in env}
+    for text in exports:
+        name, equals, value = text.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             raise ConfigurationError(f"--export must be the name of a variable, or NAME=VALUE, not {text!r}.")
-        if not given and name not in env:
+        if not equals and name not in env:
             raise ConfigurationError(
                 f"--export {name}: the variable is not set here. Set it, or pass a value: --export {name}=VALUE"
             )
-        found[name] = value if given else env[name]
-    return found
+        variables[name] = value if equals else env[name]
+    return variables
 
 
 def _command(text: str) -> list[str]:
@@ -205,12 +205,12 @@ def find_nodes(args: argparse.Namespace, flags: Settings, file: Settings, env: M
     Raises:
         ConfigurationError: they contradict each other, or something is missing.
     """
-    given = _nodes_of_flags(args, flags)
-    wanted = given.over(_nodes_of_file(file, flags, given))
-    address = wanted.master_addr
-    detected = Nodes() if given.most == 1 else read_nodes({**env, "MASTER_ADDR": address} if address else env)
-    _check_detected(file, given, wanted, detected)
-    nodes = wanted.over(detected)
+    flag_nodes = _nodes_of_flags(args, flags)
+    chosen = flag_nodes.over(_nodes_of_file(file, flags, flag_nodes))
+    address = chosen.master_addr
+    detected = Nodes() if flag_nodes.most == 1 else read_nodes({**env, "MASTER_ADDR": address} if address else env)
+    _check_detected(file, flag_nodes, chosen, detected)
+    nodes = chosen.over(detected)
     if nodes.most in (None, 1):
         if nodes.rank:
             raise ConfigurationError(
@@ -218,7 +218,7 @@ def find_nodes(args: argparse.Namespace, flags: Settings, file: Settings, env: M
             )
         return replace(nodes, least=1, most=1, rank=None, master_addr=None)
     if nodes.rank is not None and nodes.rank >= nodes.most:
-        name = "--node-rank" if wanted.rank is not None else f"the node rank from {detected.source} is"
+        name = "--node-rank" if chosen.rank is not None else f"the node rank from {detected.source} is"
         raise ConfigurationError(f"{name} {nodes.rank}, but the ranks of {nodes.most} nodes are 0 to {nodes.most - 1}.")
     if nodes.master_addr is None:
         raise ConfigurationError(
@@ -245,31 +245,31 @@ def _flag(args: argparse.Namespace, flags: Settings, name: str, key: str) -> str
     return ours if same is None else str(same)
 
 
-def _nodes_of_file(file: Settings, flags: Settings, given: Nodes) -> Nodes:
+def _nodes_of_file(file: Settings, flags: Settings, flag_nodes: Nodes) -> Nodes:
     """The nodes of a file. For one node Accelerate writes num_machines: 1 and machine_rank: 0, which are ignored."""
     nodes, rank = file.get("num_machines"), file.get("machine_rank")
-    several, rank = (None, None) if nodes == 1 else (nodes, None if given.most == 1 else rank)
+    count, rank = (None, None) if nodes == 1 else (nodes, None if flag_nodes.most == 1 else rank)
     port = flags.get("main_process_port", file.get("main_process_port"))
-    return Nodes(several, several, rank, file.get("main_process_ip"), port or None)
+    return Nodes(count, count, rank, file.get("main_process_ip"), port or None)
 
 
-def _check_detected(file: Settings, given: Nodes, wanted: Nodes, detected: Nodes) -> None:
+def _check_detected(file: Settings, flag_nodes: Nodes, chosen: Nodes, detected: Nodes) -> None:
     """Raise if the environment describes other nodes: the nodes would wait for each other, or each would train alone."""
     if detected.most is None:
         return
     nodes, other = file.get("num_machines"), f"but according to {detected.source} this is"
-    if given.most is None and nodes is not None and not (detected.least or 1) <= nodes <= detected.most:
+    if flag_nodes.most is None and nodes is not None and not (detected.least or 1) <= nodes <= detected.most:
         raise ConfigurationError(
             f"{file.source}: num_machines: {nodes}, {other} one of {detected.most} nodes. Remove num_machines and "
             "machine_rank from the file, or pass --num_machines."
         )
-    if given.rank is None and wanted.rank is not None and detected.rank not in (None, wanted.rank):
+    if flag_nodes.rank is None and chosen.rank is not None and detected.rank not in (None, chosen.rank):
         raise ConfigurationError(
-            f"{file.source}: machine_rank: {wanted.rank}, {other} node {detected.rank}. Remove machine_rank from the file, or "
+            f"{file.source}: machine_rank: {chosen.rank}, {other} node {detected.rank}. Remove machine_rank from the file, or "
             "pass --machine_rank."
         )
-    least, most = wanted.least or 1, wanted.most or detected.most
-    if wanted.rank is None and detected.rank is not None and not least <= detected.most <= most:
+    least, most = chosen.least or 1, chosen.most or detected.most
+    if chosen.rank is None and detected.rank is not None and not least <= detected.most <= most:
         raise ConfigurationError(
             f"--nnodes {most if least == most else f'{least}:{most}'}, {other} one of {detected.most} nodes. Remove --nnodes, "
             "or number the nodes with --node-rank."
@@ -355,12 +355,12 @@ def _visible_gpus(settings: Settings) -> str | None:
 def process_variables(settings: Settings, always: bool = False) -> dict[str, str]:
     """The environment variables of processes with these settings; `always`: for a launcher on another host."""
     gpus, threads = _visible_gpus(settings), settings.get("num_cpu_threads_per_process")
-    found = carry(settings, always=always)
+    variables = carry(settings, always=always)
     if gpus is not None:
-        found["CUDA_VISIBLE_DEVICES"] = gpus
+        variables["CUDA_VISIBLE_DEVICES"] = gpus
     if threads is not None:
-        found["OMP_NUM_THREADS"] = str(threads)
-    return found
+        variables["OMP_NUM_THREADS"] = str(threads)
+    return variables
 
 
 def hostfile(args: argparse.Namespace, settings: Settings) -> str | None:
@@ -371,8 +371,8 @@ def hostfile(args: argparse.Namespace, settings: Settings) -> str | None:
 
 def check_hosts(hosts: list[Host], file: str, args: argparse.Namespace, flags: Settings, settings: Settings) -> None:
     """Raise if flags or settings contradict the hostfile."""
-    given = {"nproc-per-node": args.nproc_per_node, "nnodes": args.nnodes, "node-rank": args.node_rank}
-    for flag, value in {**given, "machine_rank": flags.get("machine_rank")}.items():
+    counts = {"nproc-per-node": args.nproc_per_node, "nnodes": args.nnodes, "node-rank": args.node_rank}
+    for flag, value in {**counts, "machine_rank": flags.get("machine_rank")}.items():
         if value is not None:
             raise ConfigurationError(f"--{flag} cannot be combined with --hostfile, which sets it. Remove it.")
     for key, number in {"num_machines": len(hosts), "num_processes": sum(host.slots for host in hosts)}.items():
@@ -414,7 +414,7 @@ def read_hostfile(path: str | Path) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is not a text file with lines such as: node1 slots=8"
         raise ConfigurationError(f"the hostfile {str(path)!r} cannot be read: {why}.") from error
-    hosts: dict[str, tuple[Host, int]] = {}  # by address, with the line
+    hosts: dict[str, tuple[Host, int]] = {}  # Address → the host and its line in the file.
     for number, line in enumerate(text.splitlines(), 1):
         content = re.sub(r"(^|\s)#.*", "", line).strip()
         if not content:

@@ -68,7 +68,7 @@ def run(command: Sequence[str]) -> int:
     code = process.wait()
     for thread in copying:
         thread.join(_CLOSE_TIMEOUT_S)
-    if code >= 0:  # else it was killed, and the launcher reports that this host sent no exit code
+    if code >= 0:  # If it was killed, the launcher reports that this host sent no exit code.
         terminal.send(b"c", b"%d" % code)
     return code
 

@@ -32,7 +32,7 @@ __all__ = [
     "write_output",
 ]
 
-MOST_RUNS = 10  # as many as there are colors
+MOST_RUNS = 10  # There are as many colors.
 
 _STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval)[_/.-]+", re.IGNORECASE)
 _SUFFIX = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")
@@ -61,12 +61,12 @@ def find_runs(run_dirs: Sequence[str], command: str) -> list[Path]:
 
 def unique(folders: Sequence[Path]) -> list[Path]:
     """The folders without repetitions; raises if there are more than `MOST_RUNS`."""
-    found = list({folder.resolve(): folder for folder in folders}.values())
-    if len(found) > MOST_RUNS:
+    different = list({folder.resolve(): folder for folder in folders}.values())
+    if len(different) > MOST_RUNS:
         raise ConfigurationError(
-            f"Expected at most {MOST_RUNS} runs, got {len(found)}. Fix: pass only the folders of the runs to compare"
+            f"Expected at most {MOST_RUNS} runs, got {len(different)}. Fix: pass only the folders of the runs to compare"
         )
-    return found
+    return different
 
 
 def check_folder(run_dir: str, command: str) -> Path:
@@ -86,10 +86,10 @@ def metrics_folder(run_dir: str, command: str) -> Path:
     """The folder with the metrics of one run; raises like `find_runs`. Prints which newer run is skipped."""
     root = check_folder(run_dir, command)
     try:
-        found = find_run(root)
-        if found.newer is not None:
-            print(f"Skipping {found.newer}, which is newer but has no training metrics")
-        return found.folder
+        run = find_run(root)
+        if run.newer is not None:
+            print(f"Skipping {run.newer}, which is newer but has no training metrics")
+        return run.folder
     except ConfigurationError:
         hint = _service_hint(root)
         if hint is None:
@@ -145,7 +145,7 @@ def over_epochs(series: Mapping[str, Series], epochs: Series) -> dict[str, Serie
     """
     if not epochs:
         raise ConfigurationError("The run has no metric 'epoch', so its metrics cannot be drawn over epochs. Fix: --x step")
-    known = sorted((step, epoch) for step, epoch in epochs if abs(epoch) < MAX_STEP)  # not NaN
+    known = sorted((step, epoch) for step, epoch in epochs if abs(epoch) < MAX_STEP)  # The comparison also excludes NaN.
     if not known:
         return {}
     steps = [step for step, _ in known]
@@ -200,7 +200,7 @@ def write_output(path: Path, data: bytes, fix: str) -> None:
         raise ConfigurationError(f"{path} cannot be written: {error}. Fix: {fix}") from error
 
 
-def select(metrics: Mapping[str, Series], wanted: Iterable[str], known: Iterable[str]) -> dict[str, Series]:
+def select(metrics: Mapping[str, Series], choices: Iterable[str], known: Iterable[str]) -> dict[str, Series]:
     """The metrics with a wanted name or of a wanted group, and "epoch".
 
     Raises:
@@ -208,16 +208,16 @@ def select(metrics: Mapping[str, Series], wanted: Iterable[str], known: Iterable
 
     Args:
         metrics: Those of one run.
-        wanted: Names or groups.
+        choices: Names or groups.
         known: The names in all runs.
     """
     names = [name for name in dict.fromkeys(known) if name != "epoch"]
     selected = {"epoch": metrics["epoch"]} if "epoch" in metrics else {}
-    for choice in wanted:
-        found = [name for name in names if choice in (name, group_of(name))]
-        if not found:
+    for choice in choices:
+        chosen = [name for name in names if choice in (name, group_of(name))]
+        if not chosen:
             raise UnknownNameError(
                 f"No run has a metric {choice!r}.{nearest(choice, names)} Metrics: {', '.join(sorted(names))}"
             )
-        selected.update({name: metrics[name] for name in found if name in metrics})
+        selected.update({name: metrics[name] for name in chosen if name in metrics})
     return selected

@@ -18,8 +18,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.cli.user_script import existing_script, run_script, script_traceback
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.memory.inventory import contents_of, parse_bytes
-from trainkit.memory.report import PROCESSES, MemoryPlan, plan_contents
-from trainkit.trainer.memory_plan import make_plan
+from trainkit.memory.report import PROCESSES, MemoryEstimate, estimate_contents
 from trainkit.trainer.trainer import Trainer
 
 __all__ = ["add_arguments", "run"]
@@ -51,12 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     try:
-        found = tuple(int(part) for part in text.split(","))
+        numbers = tuple(int(part) for part in text.split(","))
     except ValueError:
-        found = ()
-    if not found or min(found) < 1:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"expected whole numbers ≥ 1 such as 1,2,4,8, got {text!r}")
-    return found
+    return numbers
 
 
 def _size(text: str) -> int:
@@ -67,13 +66,13 @@ def _size(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the script until it would train, and print the plan."""
+    """Run the script until it would train, and print the estimate."""
     script = existing_script(args.script, "trainkit plan --processes 1,8 train.py --its-own-arguments")
     try:
-        with _PlannedRun(args).patched():
+        with _EstimatedRun(args).patch():
             run_script(script, args.args)
-    except _Planned as done:
-        print(done.plan)
+    except _Estimated as done:
+        print(done.estimate)
         return 0
     except SystemExit as ended:  # raised by the script
         if ended.code not in (None, 0):
@@ -93,27 +92,27 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-class _Planned(SystemExit):
-    """Ends the script when the plan is complete."""
+class _Estimated(SystemExit):
+    """Ends the script when the estimate is complete."""
 
-    def __init__(self, plan: MemoryPlan) -> None:
+    def __init__(self, estimate: MemoryEstimate) -> None:
         super().__init__(0)
-        self.plan = plan
+        self.estimate = estimate
 
 
-class _PlannedRun:
-    """Replaces methods of `Trainer` and `Accelerator` while the script runs, so that it plans instead of training."""
+class _EstimatedRun:
+    """Replaces methods of `Trainer` and `Accelerator` while the script runs, so that no call of them trains."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._gpu = False  # whether the script requests one
 
     @contextmanager
-    def patched(self) -> Iterator[None]:
-        """A context in which a fit ends the script with the plan."""
+    def patch(self) -> Iterator[None]:
+        """A context in which a fit ends the script with the estimate."""
         patches: dict[tuple[Any, str], Any] = {
             (Trainer, "__init__"): self._one_process(Trainer.__init__),
-            **{(Trainer, verb): self._plan(getattr(Trainer, verb)) for verb in ("fit", "validate", "test", "predict")},
+            **{(Trainer, verb): self._estimate(getattr(Trainer, verb)) for verb in ("fit", "validate", "test", "predict")},
             (Accelerator, "prepare"): self._prepare(Accelerator.prepare),
         }
         if not self._args.real:
@@ -128,34 +127,34 @@ class _PlannedRun:
                 setattr(owner, name, method)
 
     def _one_process(self, init: Any) -> Any:
-        """Patch `Trainer.__init__`: start no other process, and run a plan for GPUs also where there is no GPU."""
+        """Patch `Trainer.__init__`: start no other process, and estimate for GPUs also where there is no GPU."""
 
         @functools.wraps(init)
-        def patched_init(trainer: Trainer, *args: Any, **given: Any) -> None:
-            if given.get("accelerator") in ("gpu", "cuda"):
+        def wrapper(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("accelerator") in ("gpu", "cuda"):
                 self._gpu = True
-                given["accelerator"] = "cuda" if torch.cuda.is_available() else "cpu"
-            init(trainer, *args, **{**given, "devices": 1, "num_nodes": 1})
+                kwargs["accelerator"] = "cuda" if torch.cuda.is_available() else "cpu"
+            init(trainer, *args, **{**kwargs, "devices": 1, "num_nodes": 1})
 
-        return patched_init
+        return wrapper
 
-    def _plan(self, verb: Any) -> Any:
+    def _estimate(self, verb: Any) -> Any:
         signature = inspect.signature(verb)
 
         @functools.wraps(verb)
-        def plan(trainer: Trainer, *args: Any, **given: Any) -> NoReturn:
-            arguments = signature.bind(trainer, *args, **given).arguments
+        def estimate(trainer: Trainer, *args: Any, **kwargs: Any) -> NoReturn:
+            arguments = signature.bind(trainer, *args, **kwargs).arguments
             module = arguments.get("model")
             module = trainer.lightning_module if module is None else module
-            data = arguments.get("train_dataloaders")  # of fit only
+            data = arguments.get("train_dataloaders")  # Only fit has this argument.
             data = arguments.get("datamodule") if data is None else data
-            raise _Planned(make_plan(trainer, module, data, **self._hardware(trainer.strategy.device)))
+            raise _Estimated(trainer._memory_estimator().estimate(module, data, **self._hardware(trainer.strategy.device)))
 
-        return plan
+        return estimate
 
     def _prepare(self, prepare: Any) -> Any:
         @functools.wraps(prepare)
-        def plan(accelerator: Accelerator, *things: Any, **options: Any) -> Any:
+        def estimate(accelerator: Accelerator, *things: Any, **options: Any) -> Any:
             modules = [thing for thing in things if isinstance(thing, nn.Module)]
             if not modules:
                 return prepare(accelerator, *things, **options)
@@ -165,10 +164,10 @@ class _PlannedRun:
             for module in modules:
                 strategy.precision.convert_module(module)
             contents = contents_of(modules, optimizers, accelerator.gradient_accumulation_steps)
-            plan = plan_contents(strategy, contents, start, **self._hardware(strategy.device), untraced=_OWN_LOOP)
-            raise _Planned(plan)
+            limits = self._hardware(strategy.device)
+            raise _Estimated(estimate_contents(strategy, contents, start, **limits, untraced=_OWN_LOOP))
 
-        return plan
+        return estimate
 
     def _hardware(self, device: torch.device) -> dict[str, Any]:
         names = ("processes", "per_host", "device_memory", "host_memory")
@@ -187,11 +186,11 @@ def _without_values(register: Any) -> Any:
     @functools.wraps(register)
     def shapes(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
-            given, kind = param, type(param)
-            if given not in made:
-                made[given] = kind(given.data.to("meta"), requires_grad=given.requires_grad)
-                vars(made[given]).update(vars(given))
-            param = made[given]
+            original, kind = param, type(param)
+            if original not in made:
+                made[original] = kind(original.data.to("meta"), requires_grad=original.requires_grad)
+                vars(made[original]).update(vars(original))
+            param = made[original]
         register(module, name, param)
 
     return shapes

@@ -22,7 +22,7 @@ from trainkit.cli.logged_runs import (
 )
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.run_files import Series, read_metrics
-from trainkit.masking import escaped
+from trainkit.masking import escape_controls
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,7 +35,7 @@ _FEW = 40  # a line with at most this number of points has markers
 _FEW_LINES = 8  # a legend with at most this number of names has a larger font
 _DASHES = ("-", "--", ":", "-.")
 _MOST_TEXT = 200  # characters of a name
-_MANY = 20_000  # with more points, the best place for a legend is slow to find
+_MANY = 20_000  # With more points, the best place for a legend is slow to find.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     for folder, label in zip(folders, labels, strict=True):
         print(f"Reading {folder}")
         runs[label] = read_metrics(folder)
-    runs = _chosen(runs, args.metrics)
+    runs = _select_metrics(runs, args.metrics)
     if len(runs) == 1:
         out = draw(runs[labels[0]], args.out or folders[0] / "metrics.png", x=args.x, title=labels[0])
     else:
@@ -73,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(runs: dict[str, dict[str, Series]], wanted: str | None) -> dict[str, dict[str, Series]]:
+def _select_metrics(runs: dict[str, dict[str, Series]], choices: str | None) -> dict[str, dict[str, Series]]:
     """The metrics to draw: those that were named, and not too many; prints that others are left."""
-    if wanted:
+    if choices:
         known = [name for metrics in runs.values() for name in metrics]
-        runs = {label: select(metrics, metric_names(wanted), known) for label, metrics in runs.items()}
+        runs = {label: select(metrics, metric_names(choices), known) for label, metrics in runs.items()}
     hidden, left = not_drawn((name for metrics in runs.values() for name in metrics if name != "epoch"), "plot")
     if left is not None:
-        print(escaped(left, keep=""))
+        print(escape_controls(left, keep=""))
         runs = {label: {name: metrics[name] for name in metrics if name not in hidden} for label, metrics in runs.items()}
     return runs
 
@@ -138,7 +138,7 @@ def draw_runs(
     columns = 1 if len(panels) == 1 else 2 if len(panels) <= 4 else 3
     rows = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(_PANEL[0] * columns, _PANEL[1] * rows), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)  # without the global state of pyplot
+    FigureCanvasAgg(figure)  # This does not use the global state of pyplot.
     for position, (group, lines) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(rows, columns, position)
         _draw_panel(axes, lines, list(runs))
@@ -197,6 +197,6 @@ def _draw_line(axes: Axes, points: Series, label: str, style: dict[str, Any]) ->
 
 
 def _literal(text: str) -> str:
-    text = escaped(text, keep="").replace("$", r"\$")  # not a formula
+    text = escape_controls(text, keep="").replace("$", r"\$")  # A $ would begin a formula.
     text = f"{text[:_MOST_TEXT]}…" if len(text) > _MOST_TEXT else text
     return f" {text}" if text.startswith("_") else text  # matplotlib hides labels that begin with an underscore

@@ -97,9 +97,9 @@ class _Recorder(Callback):
     def redirect(self, trainer: Trainer) -> None:
         """Let the user's `ModelCheckpoint` save below the root of the task."""
         for number, callback in enumerate(trainer.checkpoint_callbacks):
-            own: Any = callback
-            if not own._default_dirpath:
-                own.dirpath = str(Path(self.task.root) / f"checkpoints-{number}")
+            checkpoint_callback: Any = callback
+            if not checkpoint_callback._default_dirpath:
+                checkpoint_callback.dirpath = str(Path(self.task.root) / f"checkpoints-{number}")
 
     def on_train_start(self, trainer: Trainer, module: Any) -> None:
         if self.task.save_at:
@@ -150,14 +150,14 @@ class _PatchedTrainer:
         signature = inspect.signature(fit)
 
         @functools.wraps(init)
-        def patched_init(trainer: Trainer, *args: Any, **given: Any) -> None:
-            init(trainer, *args, **self.arguments(given))
+        def new_init(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
+            init(trainer, *args, **self.arguments(kwargs))
 
         @functools.wraps(fit)
-        def patched_fit(trainer: Trainer, *args: Any, **given: Any) -> None:
+        def new_fit(trainer: Trainer, *args: Any, **kwargs: Any) -> None:
             if self.ended:
                 raise _Done(0)  # the script caught the exception of the first fit
-            bound = signature.bind(trainer, *args, **given)
+            bound = signature.bind(trainer, *args, **kwargs)
             self.check(trainer, bound.arguments)
             sets_seed = torch.initial_seed() != self.task.seed
             fit(*bound.args, **bound.kwargs)
@@ -167,22 +167,23 @@ class _PatchedTrainer:
             self.end({"step": trainer.global_step, "limits": limits, "sets_seed": sets_seed})
 
         trainer_class: Any = Trainer
-        trainer_class.__init__, trainer_class.fit = patched_init, patched_fit
+        trainer_class.__init__, trainer_class.fit = new_init, new_fit
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, passed: Mapping[str, Any]) -> dict[str, Any]:
         """The user's arguments of `Trainer` with those of the task."""
-        max_steps, callbacks = given.get("max_steps", -1), given.get("callbacks")
+        max_steps, callbacks = passed.get("max_steps", -1), passed.get("callbacks")
         shorter = isinstance(max_steps, int) and 0 <= max_steps < self.task.total
-        own = list(callbacks) if isinstance(callbacks, Iterable) else [] if callbacks is None else [callbacks]
-        loggers = given.get("logger")
+        user_callbacks = list(callbacks) if isinstance(callbacks, Iterable) else [] if callbacks is None else [callbacks]
+        loggers = passed.get("logger")
         for logger in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
             if isinstance(logger, Logger):
-                logger._save_dir, logger._folder = Path(self.task.root) / "logs", None
+                logger._save_dir = Path(self.task.root) / "logs"
+                logger._folder = None
         return {
-            **given,
+            **passed,
             "default_root_dir": self.task.root,
             "max_steps": max_steps if shorter else self.task.total,
-            "callbacks": [_Recorder(self.task), *own],
+            "callbacks": [_Recorder(self.task), *user_callbacks],
         }
 
     def check(self, trainer: Trainer, arguments: dict[str, Any]) -> None:
@@ -297,10 +298,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]] | None:
 
 def _digests(value: Any) -> list[str]:
     if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_quantized:
-        own = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         # as bytes: numpy does not have all of torch's dtypes
-        raw = own.reshape(-1).view(torch.uint8).numpy()
-        return _digests_of_rows(f"{own.dtype} {tuple(own.shape)}", raw, len(own) if own.dim() else 0)
+        raw = tensor.reshape(-1).view(torch.uint8).numpy()
+        return _digests_of_rows(f"{tensor.dtype} {tuple(tensor.shape)}", raw, len(tensor) if tensor.dim() else 0)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         raw = np.frombuffer(value.tobytes(), np.uint8)
         return _digests_of_rows(f"{value.dtype} {value.shape}", raw, len(value) if value.ndim else 0)
@@ -312,8 +313,8 @@ def _digests(value: Any) -> list[str]:
 
 def _digests_of_rows(kind: str, raw: np.ndarray[Any, Any], rows: int) -> list[str]:
     if 0 < rows <= _MOST_ROWS and raw.size:
-        own = [_digest(np.ascontiguousarray(row)) for row in raw.reshape(rows, -1)]
-        return [_digest(_text((kind, own))), *own]
+        row_digests = [_digest(np.ascontiguousarray(row)) for row in raw.reshape(rows, -1)]
+        return [_digest(_text((kind, row_digests))), *row_digests]
     return [_digest(_text((kind, _digest(raw))))]
 
 

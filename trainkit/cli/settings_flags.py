@@ -19,7 +19,7 @@ from trainkit.config.keys import (
     check_unused,
     convert_value,
 )
-from trainkit.config.settings import VARIABLE, Settings, inherited_settings
+from trainkit.config.settings import VARIABLE, Settings, read_process_settings
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, nearest
 
@@ -81,8 +81,8 @@ def settings_from_flags(args: argparse.Namespace) -> Settings:
         if getattr(args, flag, False) and short[name][1] != value:
             raise ConfigurationError(f"--{flag} and {short[name][0]} contradict each other. Pass only one of them.")
     for name in _ALL:
-        given = getattr(args, name, None)
-        value = None if given is None else convert_value(name, given, _ALL, f"--{name}")
+        text = getattr(args, name, None)
+        value = None if text is None else convert_value(name, text, _ALL, f"--{name}")
         if name in short and value not in (None, short[name][1]):
             raise ConfigurationError(
                 f"{_flag_text(name, value)} and {short[name][0]} contradict each other. Pass only one of them."
@@ -111,7 +111,7 @@ def settings_from_file(args: argparse.Namespace, env: Mapping[str, str]) -> Sett
     if args.config_file is not None:
         return read_settings(args.config_file)
     if VARIABLE in env and not (env.get("LOCAL_RANK") and env.get("TORCHELASTIC_RUN_ID")):
-        return inherited_settings(env)
+        return read_process_settings(env)
     default = default_file()
     settings = read_settings(default) if default.exists() else Settings()
     if settings:

@@ -28,7 +28,7 @@ from trainkit._version import __version__
 from trainkit.checkpoint import open_checkpoint
 from trainkit.cli.test import print_line
 from trainkit.config.settings import VARIABLE
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import TrainkitError
 from trainkit.module.train_module import TrainModule
@@ -94,17 +94,17 @@ def _processes(context: CheckContext) -> str:
     """Check that the ranks are different processes with the same versions."""
     world = context.strategy.world
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "torch": torch.__version__, "trainkit": __version__}
-    found = world.exchange({**mine, "rank": world.rank, "device": str(context.strategy.device)})
-    _require([one["rank"] for one in found] == list(range(world.size)), f"the ranks are {[one['rank'] for one in found]}")
-    places = {(one["host"], one["pid"]) for one in found}
+    by_rank = world.exchange({**mine, "rank": world.rank, "device": str(context.strategy.device)})
+    _require([one["rank"] for one in by_rank] == list(range(world.size)), f"the ranks are {[one['rank'] for one in by_rank]}")
+    places = {(one["host"], one["pid"]) for one in by_rank}
     _require(len(places) == world.size, f"{world.size} ranks, but {len(places)} processes")
     for package in ("torch", "trainkit"):
-        versions = sorted({one[package] for one in found})
+        versions = sorted({one[package] for one in by_rank})
         _require(len(versions) == 1, f"different versions of {package}: {', '.join(versions)}")
-    devices = [one["device"] for one in found if one["device"] != "cpu"]
-    hosts = [one["host"] for one in found if one["device"] != "cpu"]
+    devices = [one["device"] for one in by_rank if one["device"] != "cpu"]
+    hosts = [one["host"] for one in by_rank if one["device"] != "cpu"]
     _require(len(set(zip(hosts, devices, strict=True))) == len(devices), f"processes share a device: {', '.join(devices)}")
-    return f"{world.size}, started by {world.launcher}, on {', '.join(one['device'] for one in found)}"
+    return f"{world.size}, started by {world.launcher}, on {', '.join(one['device'] for one in by_rank)}"
 
 
 # ------------------------------------------------------------------------------------------------------- the collectives
@@ -248,7 +248,7 @@ def _checkpoint(context: CheckContext) -> str:
     difference = max(world.exchange(_difference(whole, resumed)))
     _require(difference <= _LARGEST, f"a resumed run differs from an uninterrupted one by {difference:.1e} (relative)")
     how = "bit for bit" if difference == 0 else f"within {difference:.1e}"
-    done = f"written and read by {counted(world.size, 'process')} ({size / 1024:.0f} KiB)"
+    done = f"written and read by {quantity(world.size, 'process')} ({size / 1024:.0f} KiB)"
     return f"{done}; the resumed run equals an uninterrupted one {how}"
 
 
@@ -282,7 +282,7 @@ def _settings(context: CheckContext) -> str:
     world = context.strategy.world
     trainer, module = Trainer(max_steps=2, seed=1, **_quiet(context.folder)), _Probe().float()
     trainer.fit(module, DataLoader(TensorDataset(*(part.float() for part in _data().tensors)), batch_size=_BATCH))
-    done = counted(trainer.global_step, "optimizer step")
+    done = quantity(trainer.global_step, "optimizer step")
     sums = world.exchange([float(parameter.detach().double().sum()) for parameter in module.parameters()])
     _require(
         all(math.isfinite(value) for value in sums[0]), f"after {done} the sums of the parameters are not finite: {sums[0]}"
@@ -316,7 +316,7 @@ def main(arguments: Sequence[str]) -> int:
     strategy.join(RequestedDevices(accelerator=device))
     world = strategy.world
     context = CheckContext(strategy, make, folder)
-    settings = os.environ.pop(VARIABLE, None)  # only for the check of settings
+    settings = os.environ.pop(VARIABLE, None)  # Only the check of settings uses it.
     for check in CHECKS if settings is None else (*CHECKS, SETTINGS):
         if check is SETTINGS and settings is not None:
             os.environ[VARIABLE] = settings

@@ -13,7 +13,7 @@ from trainkit.cli.launch import process_variables
 from trainkit.cli.settings_flags import add_config_file, allow_both_spellings, settings_from_file
 from trainkit.config.settings import VARIABLE, Settings, with_environment
 from trainkit.config.settings_file import check_settings
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.errors import ConfigurationError
 from trainkit.launch.private_folder import private_folder
 from trainkit.launch.workers import INTERRUPTED, PREEMPTED
@@ -37,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nproc-per-node", metavar="N", type=int, help="number of processes (default: the file's number, else 2)"
     )
-    several = automatic_strategy("cpu")
-    parser.add_argument("--strategy", choices=(several,), default=several, help=f"strategy (default: {several})")
+    strategy = automatic_strategy("cpu")
+    parser.add_argument("--strategy", choices=(strategy,), default=strategy, help=f"strategy (default: {strategy})")
     backend = "communication backend (default: nccl if there is a GPU for each process, else gloo on the CPU)"
     parser.add_argument("--backend", choices=("gloo", "nccl"), help=backend)
     allow_both_spellings(parser)
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     processes = _processes(args.nproc_per_node, settings)
     from trainkit.cli.setup_checks import CHECKS, SETTINGS
 
-    found, backend, problem = _environment(processes, args.backend or ("gloo" if settings.get("use_cpu") else None))
-    print_line("environment", problem is None, found if problem is None else problem)
+    environment, backend, problem = _environment(processes, args.backend or ("gloo" if settings.get("use_cpu") else None))
+    print_line("environment", problem is None, environment if problem is None else problem)
     if problem is not None:
         return 1
     with private_folder("test-") as name:
@@ -81,22 +81,22 @@ def print_line(name: str, fine: bool, text: str) -> None:
     sys.stdout.flush()
 
 
-def _processes(given: int | None, settings: Settings) -> int:
+def _processes(value: int | None, settings: Settings) -> int:
     """The number of processes to start on this node."""
     if settings.info is not None and settings.info.one_process:
         raise ConfigurationError(
             f"{settings.source}: distributed_type: XLA is not supported by this command, which tests several processes. Use "
             "another file, or none: --config_file " + os.devnull
         )
-    if given is not None and given < 1:
-        raise ConfigurationError(f"--nproc-per-node must be at least 1, not {given}. For example: --nproc-per-node 2")
+    if value is not None and value < 1:
+        raise ConfigurationError(f"--nproc-per-node must be at least 1, not {value}. For example: --nproc-per-node 2")
     single = settings.get("distributed_type") == "NO"
-    if given is not None and single and given > 1:
+    if value is not None and single and value > 1:
         raise ConfigurationError(
-            f"{settings.source}: distributed_type: NO means one process, but --nproc-per-node is {given}. Remove one."
+            f"{settings.source}: distributed_type: NO means one process, but --nproc-per-node is {value}. Remove one."
         )
     default = 1 if single else 2
-    return given or settings.get("num_processes", default) // settings.get("num_machines", 1)
+    return value or settings.get("num_processes", default) // settings.get("num_machines", 1)
 
 
 def _environment(processes: int, backend: str | None) -> tuple[str, str, str | None]:
@@ -108,9 +108,9 @@ def _environment(processes: int, backend: str | None) -> tuple[str, str, str | N
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     chosen = backend or ("nccl" if gpus >= processes else "gloo")
-    found = (
+    description = (
         f"Python {platform.python_version()}, torch {torch.__version__}, trainkit {__version__}, {platform.system()}, "
-        f"{counted(os.cpu_count() or 1, 'CPU core')}, {counted(gpus, 'GPU')}; {chosen}"
+        f"{quantity(os.cpu_count() or 1, 'CPU core')}, {quantity(gpus, 'GPU')}; {chosen}"
     )
     problem = None
     if not dist.is_available():
@@ -124,7 +124,7 @@ def _environment(processes: int, backend: str | None) -> tuple[str, str, str | N
         problem = (
             f"NCCL needs a GPU for each of {processes} processes, but there are {gpus}.\nWhat to do: pass {fewer}--backend gloo"
         )
-    return found, chosen, problem
+    return description, chosen, problem
 
 
 def _start(processes: int, arguments: Sequence[str], variables: Mapping[str, str]) -> int:

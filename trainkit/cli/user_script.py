@@ -17,8 +17,8 @@ def existing_script(path: str, example: str) -> str:
     """The path of a script; raises if it does not exist. `example` is a command for the message."""
     script = Path(path)
     if not script.is_file():
-        found = "is a folder" if script.is_dir() else "does not exist"
-        raise ConfigurationError(f"Expected a Python file, got {path!r}, which {found}. Fix: {example}")
+        problem = "is a folder" if script.is_dir() else "does not exist"
+        raise ConfigurationError(f"Expected a Python file, got {path!r}, which {problem}. Fix: {example}")
     return str(script)
 
 

@@ -20,7 +20,7 @@ from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.checkpoint.compare import compare_checkpoints
 from trainkit.cli.resume_child import END, FAILURE, OUTCOME, RECORDS, SAVES, Task, first_difference, read_records
 from trainkit.cli.user_script import existing_script
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.launch.private_folder import private_folder
 
@@ -109,19 +109,21 @@ class _Verification:
     """The three runs, and their comparison."""
 
     def __init__(self, folder: Path, command: Sequence[str], steps: int, more: int) -> None:
-        self._folder, self._command = folder, command
-        self._steps, self._total = steps, steps + more
+        self._folder = folder
+        self._command = command
+        self._steps = steps
+        self._total = steps + more
         self._kill_at = steps + min(_KILLED_LATER, more)
         self._sets_seed = False
 
     def run(self) -> int:
         """Train, kill, resume, compare."""
-        whole, killed = self._whole(), self._killed()
+        whole, killed = self._whole(), self._run_killed()
         difference = first_difference(whole, killed, name="the second run", killed=True)
         if difference is not None:
             return _different(difference.text, _NOT_REPRODUCIBLE, _ADVICE[difference.kind])
         try:
-            resumed = self._resumed()
+            resumed = self._run_resumed()
         except ConfigurationError as error:
             return _different(f"step {self._steps}, where it should resume: {error}")
         after = [record for record in whole if record["step"] > self._steps]
@@ -129,32 +131,34 @@ class _Verification:
         if difference is not None:
             seed = [_SEED[self._sets_seed]] if difference.kind == "batch" else []
             return _different(difference.text, _ADVICE[difference.kind], *seed)
-        if found := list(compare_checkpoints(*(open_checkpoint(self._folder / name / END) for name in ("whole", "resumed")))):
-            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-            return _different(f"the end, step {self._total}: {found[0]}{more}", _HIDDEN.format(what="state"))
+        if differing := list(
+            compare_checkpoints(*(open_checkpoint(self._folder / name / END) for name in ("whole", "resumed")))
+        ):
+            more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+            return _different(f"the end, step {self._total}: {differing[0]}{more}", _HIDDEN.format(what="state"))
         missing = {path for record in whole for path, digests in record["leaves"].items() if ":" in digests[0]}
         if missing:
             print(f"Not compared, because the type is unknown: {', '.join(sorted(missing))} of the batches.")
         print(
             f"All bit-identical: the batches, losses and learning rates of the "
-            f"{counted(self._total - self._steps, 'optimizer step')} after the resume,\n"
+            f"{quantity(self._total - self._steps, 'optimizer step')} after the resume,\n"
             "and all parameters, buffers and optimizer state at the end."
         )
         return 0
 
     def _whole(self) -> list[dict[str, Any]]:
-        text = f"{counted(self._total, 'optimizer step')} without interruption"
+        text = f"{quantity(self._total, 'optimizer step')} without interruption"
         outcome, _ = self._start(text, self._task("whole", seed=1))
         step, self._sets_seed = outcome.get("step", 0), outcome.get("sets_seed", False)
         if step < self._total:
             raise ConfigurationError(
-                f"The script's fit ends after {counted(step, 'optimizer step')} ({outcome.get('limits')}), but "
+                f"The script's fit ends after {quantity(step, 'optimizer step')} ({outcome.get('limits')}), but "
                 f"{self._total} are needed. Fix: use --steps and --more with a sum of at most {step}, or let the script train "
                 "longer."
             )
         return read_records(self._folder / "whole" / RECORDS)
 
-    def _killed(self) -> list[dict[str, Any]]:
+    def _run_killed(self) -> list[dict[str, Any]]:
         text = f"again, saved at step {self._steps}, killed with SIGKILL at step {self._kill_at}"
         outcome, code = self._start(text, self._task("killed", seed=1, save_at=self._steps, kill_at=self._kill_at))
         if outcome:
@@ -163,11 +167,11 @@ class _Verification:
             raise TrainkitError(f"The second run ended before step {self._kill_at}, with exit code {code}.")
         return read_records(self._folder / "killed" / RECORDS)
 
-    def _resumed(self) -> list[dict[str, Any]]:
-        found = [one for one in list_checkpoints(self._folder / "root-killed" / SAVES) if one.problem is None]
-        if len(found) != 1:
+    def _run_resumed(self) -> list[dict[str, Any]]:
+        checkpoints = [one for one in list_checkpoints(self._folder / "root-killed" / SAVES) if one.problem is None]
+        if len(checkpoints) != 1:
             raise TrainkitError(f"The checkpoint of step {self._steps} was not written; see the script's warnings above.")
-        task = self._task("resumed", root="killed", seed=2, resume_from=str(found[0].path))
+        task = self._task("resumed", root="killed", seed=2, resume_from=str(checkpoints[0].path))
         self._start(f"resumed at step {self._steps}, to step {self._total}", task)
         return read_records(self._folder / "resumed" / RECORDS)
 

@@ -197,8 +197,8 @@ def compilation_of(backend: Any, plugin: Any, settings: Settings) -> Compilation
         ConfigurationError: An argument is wrong, or both are given.
     """
     _check(backend, plugin)
-    given = {} if plugin is None else {field.name: getattr(plugin, field.name) for field in fields(plugin)}
-    options = {**settings.compiling, **{name: value for name, value in given.items() if value is not None}}
+    of_plugin = {} if plugin is None else {field.name: getattr(plugin, field.name) for field in fields(plugin)}
+    options = {**settings.compiling, **{name: value for name, value in of_plugin.items() if value is not None}}
     regional = options.pop("use_regional_compilation", None)
     disabled = options.pop("disable", False)
     if backend is not None:

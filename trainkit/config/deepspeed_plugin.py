@@ -86,11 +86,11 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
-        given = self.hf_ds_config not in _NOTHING
-        config = _read(self.hf_ds_config) if given else {}
+        has_config = self.hf_ds_config not in _NOTHING
+        config = _read(self.hf_ds_config) if has_config else {}
         for name, keys in _KEYS.items():
             self._put(config, name, keys)
-        if given and _value_at(config, _KEYS["zero_stage"]) is None:
+        if has_config and _value_at(config, _KEYS["zero_stage"]) is None:
             raise ConfigurationError(
                 'DeepSpeedPlugin(hf_ds_config=): {"zero_optimization": {"stage": 1, 2 or 3}} is missing. Add it; or, to train '
                 "without ZeRO, remove the plugin: several processes then use DDP."
@@ -156,7 +156,7 @@ class DeepSpeedPlugin:
         """The file that `hf_ds_config` names."""
         return self.hf_ds_config if isinstance(self.hf_ds_config, str) else None
 
-    def claimed(self, name: str) -> Any:
+    def loop_option(self, name: str) -> Any:
         """Return the value of an option of the loop; `None` if it is missing or `"auto"`.
 
         The section "activation_checkpointing" is no such option: it configures DeepSpeed's own function, which a model calls.
@@ -164,7 +164,7 @@ class DeepSpeedPlugin:
         value = self.deepspeed_config.get(name) if name in ("gradient_accumulation_steps", "gradient_clipping") else None
         return None if value == "auto" else value
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the strategy, the configuration file and the offload devices, if given."""
         options = {"strategy": self.strategy, "deepspeed_config_file": self.hf_ds_config}
         options |= {name: getattr(self, name) for name in ("offload_optimizer_device", "offload_param_device")}
@@ -174,7 +174,7 @@ class DeepSpeedPlugin:
         """Return the options of `ZeROStrategy` for a run.
 
         Args:
-            short: Whether parameters have 16 bits; with float32, the option to save 16-bit parameters is left out.
+            short: Whether parameters have 16 bits; with float32, the option to save 16-bit parameters is skipped.
             processes: No effect: the number of processes of the run.
             nodes: No effect: the number of nodes of the run.
             without: Top-level keys of `deepspeed_config` to leave to the arguments of the loop.
@@ -205,25 +205,25 @@ class DeepSpeedPlugin:
         section[keys[-1]] = value
 
 
-def _read(given: Any) -> dict[str, Any]:
+def _read(value: Any) -> dict[str, Any]:
     """A copy of DeepSpeed's configuration, given as a mapping or a file."""
-    given = getattr(given, "config", given)  # an HfDeepSpeedConfig
-    if isinstance(given, Mapping):
-        return copy.deepcopy(dict(given))
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): expected a dict or the path of a JSON file, not {given!r}.")
+    value = getattr(value, "config", value)  # an HfDeepSpeedConfig
+    if isinstance(value, Mapping):
+        return copy.deepcopy(dict(value))
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config=): expected a dict or the path of a JSON file, not {value!r}.")
     try:
-        content = json.loads(Path(given).read_text(encoding="utf-8"))
+        content = json.loads(Path(value).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) cannot be read: {error.strerror}.") from error
+        raise ConfigurationError(f"DeepSpeedPlugin(hf_ds_config={str(value)!r}) cannot be read: {error.strerror}.") from error
     except ValueError as error:
         raise ConfigurationError(
-            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}) is not valid JSON: {error}. For a file with comments use "
-            f"Accelerator(strategy=ZeROStrategy(config={str(given)!r}))"
+            f"DeepSpeedPlugin(hf_ds_config={str(value)!r}) is not valid JSON: {error}. For a file with comments use "
+            f"Accelerator(strategy=ZeROStrategy(config={str(value)!r}))"
         ) from error
     if not isinstance(content, dict):
         raise ConfigurationError(
-            f"DeepSpeedPlugin(hf_ds_config={str(given)!r}): the file must contain a JSON object, not {str(content)[:60]}."
+            f"DeepSpeedPlugin(hf_ds_config={str(value)!r}): the file must contain a JSON object, not {str(content)[:60]}."
         )
     return content
 

@@ -118,21 +118,22 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         self.fsdp_version = 2 if self.fsdp_version is None else _one_of(self.fsdp_version, ("1", "2"), "fsdp_version", int)
         self._refuse_unsupported()
-        self._written = {name: value for name in _SHOWN if isinstance(value := getattr(self, name), str | int)}
+        values = {name: getattr(self, name) for name in _SHOWN}
+        self._written = {name: value for name, value in values.items() if isinstance(value, str | int)}
         reshard, self._replica_per_node = self._sharding()
         self.activation_checkpointing = bool(self.activation_checkpointing)
         self.set_state_dict_type()
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = self.transformer_cls_names_to_wrap.split(",")
             self.transformer_cls_names_to_wrap = [name.strip() for name in names if name.strip()]
-        found = {
+        options = {
             "wrap": self._wrap(),
             "reshard_after_forward": reshard,
-            "mixed_precision": _mixed_precision(self.mixed_precision_policy),
+            "mixed_precision": _convert_mixed_precision(self.mixed_precision_policy),
             "offload_params": _offload(self.cpu_offload),
-            "ignored_modules": _ignored(self.ignored_modules),
+            "ignored_modules": _convert_ignored_modules(self.ignored_modules),
         }
-        self._options = {name: value for name, value in found.items() if value is not None}
+        self._options = {name: value for name, value in options.items() if value is not None}
         self.parallelism = ParallelismConfig()
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
@@ -163,11 +164,11 @@ class FullyShardedDataParallelPlugin:
         """Whether `transformers` models are sharded while they are built: they are not."""
         return False
 
-    def claimed(self, name: str) -> Any:
+    def loop_option(self, name: str) -> Any:
         """Return `True` for `"activation_checkpointing"` if it was given; `None` for all other options of the loop."""
         return True if name == "activation_checkpointing" and self.activation_checkpointing else None
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the strategy, and the arguments with an effect that were given as text or numbers."""
         sizes = {name: size for name, size in vars(self.parallelism).items() if size is not None}
         return {"strategy": self.strategy, **self._written, **sizes}
@@ -184,15 +185,15 @@ class FullyShardedDataParallelPlugin:
         Raises:
             ConfigurationError: The number of processes does not fit `parallelism`, or the number of nodes is unknown.
         """
-        found = {**self._options, **self.parallelism.options_for(processes)}
+        options = {**self._options, **self.parallelism.options_for(processes)}
         if self._replica_per_node and self.parallelism.dp_replicate_size is None:
             if nodes is None:
                 raise ConfigurationError(
                     f"{_CLASS}(sharding_strategy='HYBRID_SHARD') makes a replica on each node, and the launcher does not say "
                     "how many nodes there are. Write it: Accelerator(parallelism_config=ParallelismConfig(dp_replicate_size=2))"
                 )
-            found |= {"replicas": nodes} if nodes > 1 else {}
-        return found
+            options |= {"replicas": nodes} if nodes > 1 else {}
+        return options
 
     def _refuse_unsupported(self) -> None:
         if self.param_init_fn is not None:
@@ -210,17 +211,17 @@ class FullyShardedDataParallelPlugin:
 
     def _sharding(self) -> tuple[bool | None, bool]:
         """`reshard_after_forward` of the strategy, and whether each node has a replica of its own."""
-        given = {
+        choices = {
             name: _sharding_of(value, name)
             for name in ("sharding_strategy", "reshard_after_forward")
             if (value := getattr(self, name)) is not None
         }
-        if len(set(given.values())) > 1:
+        if len(set(choices.values())) > 1:
             raise ConfigurationError(
                 f"{_CLASS}(sharding_strategy={self.sharding_strategy!r}, reshard_after_forward="
                 f"{self.reshard_after_forward!r}) contradict each other. Remove sharding_strategy."
             )
-        return next(iter(given.values()), (None, False))
+        return next(iter(choices.values()), (None, False))
 
     def _wrap(self) -> Any:
         """`wrap` of the strategy: `None` for the repeated blocks."""
@@ -292,71 +293,71 @@ def _sharding_of(value: Any, argument: str) -> tuple[bool | None, bool]:
     return _SHARDING[name]
 
 
-def _mixed_precision(given: Any) -> Any:
+def _convert_mixed_precision(policy: Any) -> Any:
     """The `MixedPrecisionPolicy` of FSDP2."""
     import torch
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
-    if given is None or isinstance(given, MixedPrecisionPolicy):
-        return given
-    if isinstance(given, MixedPrecision):
-        if given.keep_low_precision_grads:
+    if policy is None or isinstance(policy, MixedPrecisionPolicy):
+        return policy
+    if isinstance(policy, MixedPrecision):
+        if policy.keep_low_precision_grads:
             raise UnsupportedArgumentError(
                 f"{_CLASS}(mixed_precision_policy=): keep_low_precision_grads=True is not supported: gradients have the dtype "
                 "of the parameters. Remove it."
             )
         return MixedPrecisionPolicy(
-            param_dtype=given.param_dtype,
-            reduce_dtype=given.reduce_dtype,
-            cast_forward_inputs=given.cast_forward_inputs or given.cast_root_forward_inputs,
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            cast_forward_inputs=policy.cast_forward_inputs or policy.cast_root_forward_inputs,
         )
-    if isinstance(given, str) and given in _DTYPES:
-        dtype = getattr(torch, _DTYPES[given])
+    if isinstance(policy, str) and policy in _DTYPES:
+        dtype = getattr(torch, _DTYPES[policy])
         return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype, output_dtype=dtype)
     names = ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype")
-    if isinstance(given, dict) and all(
-        name in names and (value is None or isinstance(value, torch.dtype)) for name, value in given.items()
+    if isinstance(policy, dict) and all(
+        name in names and (value is None or isinstance(value, torch.dtype)) for name, value in policy.items()
     ):
-        return MixedPrecisionPolicy(**{name: value for name, value in given.items() if name != "buffer_dtype"})
+        return MixedPrecisionPolicy(**{name: value for name, value in policy.items() if name != "buffer_dtype"})
     raise ConfigurationError(
-        f"{_CLASS}(mixed_precision_policy={given!r}): expected 'bf16', 'fp16', 'fp32', a dict of dtypes with the keys "
+        f"{_CLASS}(mixed_precision_policy={policy!r}): expected 'bf16', 'fp16', 'fp32', a dict of dtypes with the keys "
         f"{', '.join(names)}, or torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)."
     )
 
 
-def _offload(given: Any) -> str | None:
+def _offload(value: Any) -> str | None:
     """`offload_params` of the strategy."""
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
-    if isinstance(given, CPUOffloadPolicy):
-        if not given.pin_memory:
+    if isinstance(value, CPUOffloadPolicy):
+        if not value.pin_memory:
             raise UnsupportedArgumentError(
                 f"{_CLASS}(cpu_offload=CPUOffloadPolicy(pin_memory=False)) is not supported: memory is page-locked where there "
                 "is a GPU. Use cpu_offload=True."
             )
         return "cpu"
-    if isinstance(given, CPUOffload):
-        return "cpu" if given.offload_params else None
-    if given is None or isinstance(given, OffloadPolicy):
+    if isinstance(value, CPUOffload):
+        return "cpu" if value.offload_params else None
+    if value is None or isinstance(value, OffloadPolicy):
         return None
-    if not isinstance(given, bool):
-        raise ConfigurationError(f"{_CLASS}(cpu_offload={given!r}): expected True or False, or a CPUOffloadPolicy of torch.")
-    return "cpu" if given else None
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{_CLASS}(cpu_offload={value!r}): expected True or False, or a CPUOffloadPolicy of torch.")
+    return "cpu" if value else None
 
 
-def _ignored(given: Any) -> Any:
+def _convert_ignored_modules(value: Any) -> Any:
     """`ignored_modules` of the strategy: a function of a name and a module."""
-    if given is None:
+    if value is None:
         return None
-    if isinstance(given, str):
+    if isinstance(value, str):
         try:
-            pattern = re.compile(given)
+            pattern = re.compile(value)
         except re.error as error:
             raise ConfigurationError(
-                f"{_CLASS}(ignored_modules={given!r}) is not a regular expression: {error}. Write one such as '.*adapter'"
+                f"{_CLASS}(ignored_modules={value!r}) is not a regular expression: {error}. Write one such as '.*adapter'"
             ) from error
         return lambda name, module: pattern.fullmatch(name) is not None
-    modules = list(given)
+    modules = list(value)
     return (lambda name, module: any(module is one for one in modules)) if modules else None
 
 
@@ -381,7 +382,7 @@ def wrap_of_policy(policy: Any, argument: str) -> Any:
     function = policy.func if isinstance(policy, functools.partial) else policy
     options = dict(policy.keywords) if isinstance(policy, functools.partial) else {}
     if function is wrap.transformer_auto_wrap_policy:
-        return _sorted_classes(options["transformer_layer_cls"]) if options.get("transformer_layer_cls") else None
+        return _sort_classes(options["transformer_layer_cls"]) if options.get("transformer_layer_cls") else None
     if function is wrap.size_based_auto_wrap_policy:
         more = sorted(options.keys() - {"min_num_params"})
         if more:
@@ -396,7 +397,7 @@ def wrap_of_policy(policy: Any, argument: str) -> Any:
             f"function: {argument.rstrip('=')}=functools.partial(lambda_auto_wrap_policy, lambda_fn=...)"
         )
     if isinstance(policy, set | frozenset | list | tuple):
-        return _sorted_classes(policy)
+        return _sort_classes(policy)
     if isinstance(policy, type) or not callable(policy):
         raise ConfigurationError(
             f"{argument}{policy!r}: expected 'transformer_based_wrap', 'size_based_wrap', 'no_wrap', or a policy of "
@@ -405,20 +406,20 @@ def wrap_of_policy(policy: Any, argument: str) -> Any:
     return _by_function(policy)
 
 
-def _sorted_classes(classes: Any) -> list[Any]:
+def _sort_classes(classes: Any) -> list[Any]:
     """Classes in an order that is equal on all ranks, which that of a set is not."""
     return sorted(classes, key=lambda one: getattr(one, "__qualname__", str(one)))
 
 
 def _by_function(policy: Callable[..., Any]) -> Callable[[str, nn.Module], bool]:
-    def chosen(name: str, module: nn.Module) -> bool:
+    def should_shard(name: str, module: nn.Module) -> bool:
         """Ask the policy about one module. Containers have no forward to shard around."""
         if isinstance(module, nn.ModuleList | nn.ModuleDict):
             return False
         size = sum(parameter.numel() for parameter in module.parameters())
         return bool(policy(module=module, recurse=False, nonwrapped_numel=size))
 
-    return chosen
+    return should_shard
 
 
 @dataclass
@@ -504,5 +505,5 @@ class ParallelismConfig:
                 f"ParallelismConfig: {written} does not fit the number of processes, {processes}. Change a size; or start the "
                 f"script with trainkit launch --nproc-per-node {replicas * parallel * (self.dp_shard_size or 1)}"
             )
-        found = {"replicas": replicas, "tensor_parallel": parallel}
-        return {name: size for name, size in found.items() if size > 1}
+        options = {"replicas": replicas, "tensor_parallel": parallel}
+        return {name: size for name, size in options.items() if size > 1}

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
-from trainkit.precision import MIXED
 from trainkit.registry import strategy_infos
 
 __all__ = [
@@ -83,10 +82,10 @@ def _whole(least: int, most: int | None = None) -> Callable[[Any], int]:
 
 
 def _truth(value: Any) -> bool:
-    found = _TRUTH.get(str(value).strip().lower())
-    if found is None:
+    truth = _TRUTH.get(str(value).strip().lower())
+    if truth is None:
         raise ValueError("true or false")
-    return found
+    return truth
 
 
 def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any], str]:
@@ -102,14 +101,16 @@ def _one_of(*known: str, also: Mapping[str, str] | None = None) -> Callable[[Any
     return read
 
 
-def _distributed_type(value: Any) -> str:
+def _check_distributed_type(value: Any) -> str:
     """One of the types that strategies declare, which are imported when this is called."""
     infos = strategy_infos()
     also = {alias: kind for info in infos for alias, kind in info.file_aliases.items()}
     return _one_of(*(kind for info in infos for kind in info.file_types), also=also)(value)
 
 
-def _mixed_precision(value: Any) -> str:
+def _check_mixed_precision(value: Any) -> str:
+    from trainkit.precision import MIXED  # here, because it imports torch, and `trainkit launch --help` needs no torch
+
     return _one_of(*MIXED)(value)  # includes those registered later
 
 
@@ -172,9 +173,9 @@ _BACKEND = Key(_backend, "backend of torch.compile, such as inductor; or no", "N
 
 KEYS: dict[str, Key] = {
     "distributed_type": Key(
-        _distributed_type, "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; FSDP; XLA: TPUs", "TYPE"
+        _check_distributed_type, "NO: one process; MULTI_CPU, MULTI_GPU: DDP; DEEPSPEED: ZeRO; FSDP; XLA: TPUs", "TYPE"
     ),
-    "mixed_precision": Key(_mixed_precision, "precision of the computation: no (float32), fp16, bf16 or fp8", "NAME"),
+    "mixed_precision": Key(_check_mixed_precision, "precision of the computation: no (float32), fp16, bf16 or fp8", "NAME"),
     "num_processes": Key(_whole(1), "total number of processes on all machines"),
     "num_machines": Key(_whole(1), "number of machines"),
     "machine_rank": Key(_whole(0), "rank of this machine, from 0", "R"),

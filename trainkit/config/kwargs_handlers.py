@@ -27,14 +27,17 @@ __all__ = [
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DynamoBackend",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
+    "LoggerType",
+    "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
-    "distributed_type",
-    "sorted_handlers",
+    "find_distributed_type",
+    "sort_handlers",
 ]
 
 
@@ -48,8 +51,8 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """The fields that differ from their defaults."""
         default = type(self)()
-        own: Any = vars(self)
-        return {name: value for name, value in own.items() if value != getattr(default, name)}
+        values: Any = vars(self)
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
 
 
 @dataclass
@@ -177,9 +180,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
                 f"{nearest(hook, _HOOKS)}"
             )
         if hook == "batched_power_sgd" or str(self.comm_wrapper) != "no":
-            given = f"comm_hook={hook!r}" if hook == "batched_power_sgd" else f"comm_wrapper={str(self.comm_wrapper)!r}"
+            refused = f"comm_hook={hook!r}" if hook == "batched_power_sgd" else f"comm_wrapper={str(self.comm_wrapper)!r}"
             raise UnsupportedArgumentError(
-                f"DistributedDataParallelKwargs({given}) is not supported. Use comm_hook='power_sgd', or pass the function "
+                f"DistributedDataParallelKwargs({refused}) is not supported. Use comm_hook='power_sgd', or pass the function "
                 "itself: Accelerator(strategy=DDPStrategy(comm_hook=function, comm_state=state))"
             )
 
@@ -199,8 +202,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def strategy_options(self) -> dict[str, Any]:
         """Return the options of `DDPStrategy` that differ from the defaults."""
-        own = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-        options = {name: value for name, value in self.to_kwargs().items() if name in own}
+        names = ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+        options = {name: value for name, value in self.to_kwargs().items() if name in names}
         if self.hook != "no":
             options["comm_hook"] = self.hook.replace("_", "")
         if self.comm_state_option:
@@ -349,9 +352,9 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
-def sorted_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], Any]:
+def sort_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], Any]:
     """Handlers by their class; a `ConfigurationError` for another object, or for two handlers of a class."""
-    found: dict[type[KwargsHandler], Any] = {}
+    by_class: dict[type[KwargsHandler], Any] = {}
     known = [kind.__name__ for kind in KwargsHandler.__subclasses__()]
     for handler in handlers or ():
         kind = next((one for one in KwargsHandler.__subclasses__() if isinstance(handler, one)), None)
@@ -360,10 +363,10 @@ def sorted_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler],
                 f"kwargs_handlers: expected objects of {', '.join(known)} from trainkit.utils, not {handler!r}."
                 f"{nearest(type(handler).__name__, known)}"
             )
-        if kind in found:
+        if kind in by_class:
             raise ConfigurationError(f"kwargs_handlers contains two {kind.__name__}. Pass only one.")
-        found[kind] = handler
-    return found
+        by_class[kind] = handler
+    return by_class
 
 
 @dataclass
@@ -532,10 +535,65 @@ class DistributedType(str, enum.Enum):
         return str(self.value)
 
 
-def distributed_type(strategy: Strategy) -> DistributedType:
+def find_distributed_type(strategy: Strategy) -> DistributedType:
     """The type of a strategy that has joined its processes."""
     if strategy.info.distributed_type is not None:
         return DistributedType(strategy.info.distributed_type)
     if strategy.world_size == 1:
         return DistributedType.NO
     return DistributedType.MULTI_CPU if strategy.device.type == "cpu" else DistributedType.MULTI_GPU
+
+
+class _Choice(str, enum.Enum):
+    """An enum whose members are strings."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    def __repr__(self) -> str:
+        return repr(self.value)  # Messages contain the repr.
+
+    __hash__ = str.__hash__
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All values."""
+        return [str(one) for one in cls]
+
+
+class DynamoBackend(_Choice):
+    """Names for `Accelerator(dynamo_backend=)`, which accepts every backend of `torch.compile`."""
+
+    NO = "NO"
+    EAGER = "EAGER"
+    AOT_EAGER = "AOT_EAGER"
+    INDUCTOR = "INDUCTOR"
+    CUDAGRAPHS = "CUDAGRAPHS"
+    ONNXRT = "ONNXRT"
+    TENSORRT = "TENSORRT"
+    TVM = "TVM"
+
+
+class LoggerType(_Choice):
+    """Names for `Accelerator(log_with=)`: `ALL`, `TENSORBOARD`, `WANDB`, `MLFLOW`, `COMETML`. The others are not supported."""
+
+    ALL = "all"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    MLFLOW = "mlflow"
+    COMETML = "comet_ml"
+
+    AIM = "aim"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    TRACKIO = "trackio"
+
+
+class PrecisionType(_Choice):
+    """Names for `Accelerator(mixed_precision=)`: `NO`, `FP16`, `BF16`, `FP8`."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    FP8 = "fp8"

@@ -17,7 +17,7 @@ from trainkit.console import warn
 from trainkit.errors import ConfigurationError
 from trainkit.registry import StrategyInfo, find_info_by_type, load
 
-__all__ = ["VARIABLE", "Plugin", "Settings", "carry", "debugging", "inherited_settings", "with_environment"]
+__all__ = ["VARIABLE", "Plugin", "Settings", "carry", "debugging", "read_process_settings", "with_environment"]
 
 
 _COMPILER = {
@@ -45,7 +45,7 @@ class Plugin(Protocol):
     def divides_at_once(self) -> bool:
         """Whether models of `transformers` are sharded while they are built."""
 
-    def claimed(self, name: str) -> Any:
+    def loop_option(self, name: str) -> Any:
         """The value of an option for accumulation, clipping or activation checkpointing; `None`: not set."""
 
     def options_for(self, short: bool, processes: int, nodes: int | None, without: Collection[str]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class Plugin(Protocol):
         `without`: options of the loop that its arguments set.
         """
 
-    def described(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """The options to show to the user, by name."""
 
 
@@ -204,15 +204,15 @@ def carry(settings: Settings, always: bool = False) -> dict[str, str]:
         always: Set the variable for empty settings too: for the launcher on another node, which would read its own file.
     """
     debug = settings.get("debug")
-    found = {} if debug is None else {_DEBUG[0]: str(int(debug))}
-    own = settings.without(*_OF_LAUNCHER, *(() if settings.devices else _COUNTS))
-    if own or always:
-        parts = {"values": own.values, "backend": own.backend, "dynamo": own.dynamo}
-        found[VARIABLE] = json.dumps({"source": own.source, **{name: dict(part) for name, part in parts.items()}})
-    return found
+    variables = {} if debug is None else {_DEBUG[0]: str(int(debug))}
+    carried = settings.without(*_OF_LAUNCHER, *(() if settings.devices else _COUNTS))
+    if carried or always:
+        parts = {"values": carried.values, "backend": carried.backend, "dynamo": carried.dynamo}
+        variables[VARIABLE] = json.dumps({"source": carried.source, **{name: dict(part) for name, part in parts.items()}})
+    return variables
 
 
-def inherited_settings(env: Mapping[str, str] | None = None) -> Settings:
+def read_process_settings(env: Mapping[str, str] | None = None) -> Settings:
     """The settings of this process; `env` defaults to `os.environ`."""
     env = os.environ if env is None else env
     if VARIABLE in env:

@@ -110,7 +110,8 @@ def _check_float8(section: Any, source: str) -> None:
     if not isinstance(section, Mapping):
         raise ConfigurationError(f"{source}: fp8_config must contain keys and values, not {section!r}. Write: backend: AO")
     keys = {str(key).removeprefix("fp8_"): value for key, value in section.items()}
-    if str(backend := keys.get("backend", "AO")).upper() != "AO":
+    backend = keys.get("backend", "AO")
+    if str(backend).upper() != "AO":
         raise UnsupportedArgumentError(
             f"{source}: fp8_config: backend: {backend} is not supported; write AO, which is torchao, or mixed_precision: bf16."
         )
@@ -129,7 +130,7 @@ def _values(
     where: str = "",
 ) -> dict[str, Any]:
     """The converted values; keys without a value are skipped. A notice names unknown keys that turn something off."""
-    found, off = {}, []
+    values, off = {}, []
     for name, value in content.items():
         if name in unused:
             check_unused(f"{source}: {where}{name}", value, *unused[name])
@@ -139,10 +140,10 @@ def _values(
             known = [*table, *unused, *(() if where else SECTIONS)]
             raise UnknownNameError(f"{source}: {where}unknown key {name!r}.{nearest(name, known)}")
         elif value is not None and (table[name].none or str(value).strip().lower() not in _NONE):
-            found[name] = convert_value(name, value, table, f"{source}: {where}{name}")
+            values[name] = convert_value(name, value, table, f"{source}: {where}{name}")
     if off:
         notice(f"these keys of {source} are unknown and have no effect: {', '.join(off)}.")
-    return found
+    return values
 
 
 def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
@@ -202,10 +203,10 @@ def check_settings(settings: Settings) -> Settings:
     if values.get("distributed_type") == "MULTI_CPU":
         values["use_cpu"] = True
     dynamo: dict[str, Any] = {} if settings.dynamo.get("dynamo_backend") == "no" else dict(settings.dynamo)
-    found = Settings(values, backend, dynamo, settings.source)
-    with found.attribute_errors(*found.of_place):
-        found.plugin()  # runs its own checks
-    return found
+    checked = Settings(values, backend, dynamo, settings.source)
+    with checked.attribute_errors(*checked.of_place):
+        checked.plugin()  # runs its own checks
+    return checked
 
 
 def _contradictions(settings: Settings) -> Iterator[str]:
@@ -247,15 +248,15 @@ def _section_problems(settings: Settings) -> Iterator[str]:
 
 
 def _backend_problems(settings: Settings) -> Iterator[str]:
-    given = settings.backend
-    file = given.get(CONFIG_FILE)
-    twice = [name for name, value in given.items() if name not in NOT_IN_FILE and value != "auto"]
+    options = settings.backend
+    file = options.get(CONFIG_FILE)
+    twice = [name for name, value in options.items() if name not in NOT_IN_FILE and value != "auto"]
     if file is not None and twice:
         yield (
             f"deepspeed_config_file and {', '.join(twice)} both set the same options. Write them into {file}, or remove "
             "deepspeed_config_file."
         )
-    if HOSTFILE in given and settings.get("num_machines") == 1:
+    if HOSTFILE in options and settings.get("num_machines") == 1:
         yield "deepspeed_hostfile is for several machines, but num_machines: 1. Remove one of the two keys."
     if file is not None and file != "auto" and not Path(file).is_file():
         yield f"deepspeed_config_file: the file {file!r} does not exist. Write the path of a JSON file for DeepSpeed."

@@ -92,7 +92,7 @@ class _Run:
         first = job.master_addr or "", job.master_port or (0 if job.most == 1 else _PORT)
         self._rendezvous = Rendezvous((job.least, job.most), first, job.node_rank, job.join_timeout)
         self._elastic: threading.Thread | None = None
-        self._error: Exception | None = None  # of elastic
+        self._error: Exception | None = None  # The error that elastic has raised.
         self._noted: list[int] = []  # signals that are not handled yet
         self._received: list[int] = []
         self._last = -_REPEAT_S
@@ -203,10 +203,10 @@ class _Run:
             shared.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // job.per_node)))
         if job.most > 1 and job.master_addr is not None and not is_local(job.master_addr):
             set_gloo_interface(shared, job.master_addr)
-        own = {LAUNCHER: job.launcher, RESTART_STORE: self._rendezvous.where}
-        own["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.restarts)
-        own["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
-        environments = [{**shared, **json.loads(file.read_text()), **own} for file in files]
+        variables = {LAUNCHER: job.launcher, RESTART_STORE: self._rendezvous.where}
+        variables["TORCHELASTIC_RESTART_COUNT"] = str(self._rendezvous.restarts)
+        variables["TORCHELASTIC_MAX_RESTARTS"] = str(job.max_restarts)
+        environments = [{**shared, **json.loads(file.read_text()), **variables} for file in files]
         return None if self._noted else Workers(job.command, environments, folder / placeholder.WORKERS, job.grace, job.output)
 
     def _outcome(self, workers: Workers) -> Outcome | None:
@@ -228,14 +228,14 @@ class _Run:
             elif self._counts(number, now):
                 self._received.append(number)
                 self._last = now
-                if workers is not None:  # for workers a closed terminal is a stop request
+                if workers is not None:  # Workers take a closed terminal as a stop request.
                     workers.signal(signal.SIGTERM if number == _HANGUP else number)
 
     def _counts(self, number: int, now: float) -> bool:
         """Whether a signal is a stop request of its own; the second one ends the workers at once."""
         if number == _HANGUP:  # when a terminal closes, the shell and the kernel both send it
             return not self._received
-        if self._received == [_HANGUP] and number != signal.SIGINT:  # and the system may send SIGTERM too
+        if self._received == [_HANGUP] and number != signal.SIGINT:  # The system may send SIGTERM too.
             self._received, self._last = [number], now
             return False
         return number == signal.SIGINT or number not in self._received or now - self._last > _REPEAT_S
@@ -260,7 +260,7 @@ def run_to_end(job: Job) -> Outcome:
         raise ConfigurationError(
             f"{job.most} nodes need the address of the first node. Set it on all nodes: --master-addr HOST"
         )
-    with _quiet(), private_folder(in_memory=True) as folder:  # so that a full disk does not matter
+    with _quiet(), private_folder(in_memory=True) as folder:  # In memory, a full disk does not matter.
         run = _Run(job)
         with _signals(run.note):
             try:
@@ -294,7 +294,7 @@ def _quiet() -> Iterator[None]:
     before, log.propagate = log.propagate, False
     log.addHandler(silent)
     variables = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCHELASTIC_SIGNALS_TO_HANDLE")  # torch sets the second one
-    given = {name: os.environ[name] for name in variables if name in os.environ}
+    saved = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ[variables[0]] = "1"  # otherwise a node that joins waits for the address of a store
     try:
         with warnings.catch_warnings():
@@ -305,7 +305,7 @@ def _quiet() -> Iterator[None]:
         log.removeHandler(silent)
         for name in variables:
             os.environ.pop(name, None)
-        os.environ.update(given)
+        os.environ.update(saved)
 
 
 def _cores() -> int:

@@ -1,4 +1,9 @@
-"""What a launcher has told this process, in environment variables and on the command line: `read_ranks` and `read_nodes`."""
+"""What a launcher has told this process: the one table of its environment variables, and `read_ranks`, which reads them.
+
+A run uses four modules, in this order: `environment` reads the ranks that a launcher has set, `strategy_choice` resolves the
+arguments to a strategy (for "auto" it asks `joining.processes` how many there are), whose `join` calls `joining.join`, which
+takes those ranks or makes a script that lacks processes their launcher (`starting.become_agent`).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import socket
 import struct
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -48,8 +53,7 @@ __all__ = [
     "with_local_rank",
 ]
 
-# Set by trainkit's launcher: what started it, for messages.
-LAUNCHER = "TRAINKIT_LAUNCHER"
+LAUNCHER = "TRAINKIT_LAUNCHER"  # set by trainkit's launcher: what started it, for messages
 SCRIPT = "this script"
 
 _FIRST_PORT, _PORTS = 12000, 16000  # below the ports that Linux gives to outgoing connections
@@ -59,7 +63,6 @@ _FIX = (
     "Start the processes with: trainkit launch --nproc-per-node N script.py   (or torchrun), which sets RANK, WORLD_SIZE, "
     "LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Or unset these variables."
 )
-_MPI_FIX = "Start the script with mpirun, or unset {rank}."
 
 
 class _Variables(NamedTuple):
@@ -74,47 +77,55 @@ class _Variables(NamedTuple):
     node: str = ""
     nodes: str = ""
     fix: str = "Start the script with mpirun, or unset {rank}."
+    job: str = ""  # tells apart the jobs of a node
+    no_address: str = ""  # the error if the node of rank 0 is unknown
 
 
-# fmt: off
-_LSF = _Variables(
-    "LSF", "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE",
-    fix="Start the script with jsrun.",
+_NO_MPI_ADDRESS = (
+    "mpirun has started processes on several nodes, but the node of rank 0 is unknown. Set its address, on the first node: "
+    "mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, Intel MPI)"
 )
-_SLURM = _Variables(
-    "SLURM", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID", "",
-    "SLURM_NODEID", "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES",
-    fix="Start the script with the whole environment: srun --export=ALL python script.py",
+
+
+def _mpi(launcher: str, prefix: str, local_rank: str, local_size: str) -> _Variables:
+    job = "SLURM_JOB_ID LSB_JOBID PMIX_NAMESPACE OMPI_MCA_ess_base_jobid"
+    names = (f"{prefix}_RANK", f"{prefix}_SIZE", local_rank, local_size)
+    return _Variables(launcher, "mpirun", *names, job=job, no_address=_NO_MPI_ADDRESS)
+
+
+# The batch systems and MPIs that start processes: where a process has the variables of several, the first counts.
+_LSF = _Variables(
+    *("LSF", "jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    fix="Start the script with jsrun.",
+    job="LSB_JOBID",
+    no_address="jsrun has started this process, but LSB_MCPU_HOSTS, which names the nodes, is not set. Set the node of rank 0: "
+    "jsrun -E MASTER_ADDR=host …",
 )
 _MPI = (
-    _Variables(
-        "Open MPI", "mpirun",
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Variables(
-        "MVAPICH", "mpirun",
-        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Variables(
-        "MPI (Hydra)", "mpirun",
-        "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE",
-    ),
+    _mpi("Open MPI", "OMPI_COMM_WORLD", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    _mpi("MVAPICH", "MV2_COMM_WORLD", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    _mpi("MPI (Hydra)", "PMI", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"),
 )
+_SLURM = _Variables(
+    *("SLURM", "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID", ""),
+    *("SLURM_NODEID", "SLURM_STEP_NUM_NODES SLURM_NNODES SLURM_JOB_NUM_NODES"),
+    fix="Start the script with the whole environment: srun --export=ALL python script.py",
+    no_address="SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the node of rank 0 is unknown. Set its address: "
+    'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+)
+# What torchrun sets, and Kubernetes' operators, DeepSpeed's launcher and users in part.
 _TORCHRUN = _Variables(
-    "torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", _FIX
+    *("torchrun", "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    fix=_FIX,
 )
-# fmt: on
 _DEEPSPEED = _TORCHRUN._replace(local_size="LOCAL_SIZE", node="CROSS_RANK", nodes="CROSS_SIZE")
 
 # SLURM's lists of nodes, and of numbers of tasks: those of the step first.
 _NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASK_LISTS = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
 
-# The type of a TPU among torch's devices.
-DEVICE = "xla"
-
-# Set while XLA's runtime starts replicas, and in them.
-REPLICA = "TRAINKIT_XLA_REPLICA"
+DEVICE = "xla"  # the type of a TPU among torch's devices
+REPLICA = "TRAINKIT_XLA_REPLICA"  # set while XLA's runtime starts replicas, and in them
 
 # The PCI ids of Google and of its TPU chips, as in torch_xla/_internal/tpu.py.
 _VENDOR = "0x1ae0"
@@ -127,39 +138,24 @@ _OUTSIDE = "192.0.2.1"  # an address for documentation: nothing is sent there
 
 @dataclass(frozen=True)
 class RankInfo:
-    """What a launcher has set for the process that it started; `None`: not set.
-
-    Attributes:
-        rank: rank of the process.
-        size: number of processes (world size).
-        local_rank: rank among the processes of its node.
-        local_size: number of processes of its node.
-        node: rank of its node.
-        nodes: number of nodes.
-        master_addr: name or address of the node of rank 0; "" for a single process.
-        master_port: port on that node; 0 for a single process.
-        launcher: what started the process, for messages: "torchrun", "SLURM", …
-        reason: how the launcher was recognized, for messages.
-    """
+    """What a launcher has set for the process that it started; `None`: not set."""
 
     rank: int
-    size: int
-    local_rank: int | None
-    local_size: int | None
-    node: int | None
-    nodes: int | None
-    master_addr: str
-    master_port: int
-    launcher: str
-    reason: str
+    size: int  # number of processes (world size)
+    local_rank: int | None  # rank among the processes of its node
+    local_size: int | None  # number of processes of its node
+    node: int | None  # rank of its node
+    nodes: int | None  # number of nodes
+    master_addr: str  # name or address of the node of rank 0; "" for a single process
+    master_port: int  # port on that node; 0 for a single process
+    launcher: str  # The name of the launcher for messages: "torchrun", "SLURM", …
+    reason: str  # how the launcher was recognized, for messages
 
 
 def read_ranks(env: Mapping[str, str]) -> RankInfo | None:
-    """The ranks of this process, if a launcher started it.
+    """The ranks of this process; `None` if no launcher started several processes.
 
-    Returns:
-        The ranks; `None` if no launcher started several processes: in a shell, a notebook, the script of a batch job, an
-        interactive shell in an allocation, a single task.
+    So it is in a shell, a notebook, the script of a batch job, an interactive shell in an allocation, and a single task.
 
     Raises:
         ConfigurationError: the variables contradict each other, or a required one is missing.
@@ -168,8 +164,14 @@ def read_ranks(env: Mapping[str, str]) -> RankInfo | None:
     if plain is not None and plain.local_rank is not None:
         return _complete(env, plain)  # other variables belong to what started that launcher
     outer = _cluster(env)
-    if plain is None:
-        _check_lone_size(env, outer)
+    size = _number(env, "WORLD_SIZE") or 1
+    if plain is None and size > 1 and outer is None:
+        raise ConfigurationError(f"WORLD_SIZE={size} is set, but RANK is not. {_FIX}")
+    if plain is None and outer is not None and size not in (1, outer.size):
+        raise ConfigurationError(
+            f"WORLD_SIZE={size} is set, but {outer.launcher} has started {outer.size} processes ({outer.reason}). Unset "
+            "WORLD_SIZE."
+        )
     if plain is None or (plain.rank, plain.size) == (0, 1):
         return outer or _torchrun_pod(env)
     if outer is None:
@@ -196,11 +198,7 @@ def _read(env: Mapping[str, str], names: _Variables) -> RankInfo | None:
 
 
 def _check(env: Mapping[str, str], ranks: RankInfo, names: _Variables) -> RankInfo:
-    """The ranks, if they are consistent.
-
-    Raises:
-        ConfigurationError: they contradict each other.
-    """
+    """The ranks, if they do not contradict each other."""
     rank, size, local_rank, local_size = (next((n for n in text.split() if env.get(n)), text) for text in names[2:6])
     local_size = local_size or "the tasks of the node"
     pairs = [
@@ -255,18 +253,6 @@ def is_local(address: str) -> bool:
 # -------------------------------------------------------------------------------------------------------- RANK and WORLD_SIZE
 
 
-def _check_lone_size(env: Mapping[str, str], outer: RankInfo | None) -> None:
-    """Refuse a WORLD_SIZE > 1 without RANK, unless the batch system has started the same number of processes."""
-    size = _number(env, "WORLD_SIZE") or 1
-    if size > 1 and outer is None:
-        raise ConfigurationError(f"WORLD_SIZE={size} is set, but RANK is not. {_FIX}")
-    if size > 1 and outer is not None and outer.size != size:
-        raise ConfigurationError(
-            f"WORLD_SIZE={size} is set, but {outer.launcher} has started {outer.size} processes ({outer.reason}). Unset "
-            "WORLD_SIZE."
-        )
-
-
 def _complete(env: Mapping[str, str], plain: RankInfo) -> RankInfo:
     """The ranks in RANK and WORLD_SIZE with the address of rank 0, the launcher, and the nodes as far as they are known."""
     if plain.size == 0:
@@ -278,9 +264,13 @@ def _complete(env: Mapping[str, str], plain: RankInfo) -> RankInfo:
     _check(env, ranks, names)
     if ranks.local_rank is None and _in_kubernetes(env):
         return _one_in_each_pod(env, ranks)
-    if ranks.local_rank is None and is_local(address):  # all are on this node, or could not connect
-        return replace(ranks, local_rank=ranks.rank, local_size=ranks.size, node=0, nodes=1)
-    return _with_nodes(ranks, address)
+    # Ranks on other nodes could not connect to a local address.
+    if is_local(address) and (ranks.local_rank is None or ranks.local_size is None):
+        ranks = replace(ranks, local_rank=ranks.rank if ranks.local_rank is None else ranks.local_rank, local_size=ranks.size)
+    if ranks.local_size is None or ranks.size % ranks.local_size or ranks.nodes is not None:
+        return ranks
+    node = ranks.rank // ranks.local_size if ranks.node is None else ranks.node
+    return replace(ranks, node=node, nodes=ranks.size // ranks.local_size)
 
 
 def _address(env: Mapping[str, str], size: int) -> tuple[str, int]:
@@ -291,16 +281,6 @@ def _address(env: Mapping[str, str], size: int) -> tuple[str, int]:
         verb = "are" if len(missing) > 1 else "is"
         raise ConfigurationError(f"WORLD_SIZE={size}, but {' and '.join(missing)} {verb} not set. {_FIX}")
     return address, port or 0
-
-
-def _with_nodes(ranks: RankInfo, address: str) -> RankInfo:
-    """The ranks with the number of nodes and their own, as far as these follow from the size of a node."""
-    local_size = ranks.size if ranks.local_size is None and is_local(address) else ranks.local_size
-    node, nodes = ranks.node, ranks.nodes
-    if local_size is not None and ranks.size % local_size == 0 and nodes is None:
-        nodes = ranks.size // local_size
-        node = ranks.rank // local_size if node is None else node
-    return replace(ranks, local_size=local_size, node=node, nodes=nodes)
 
 
 def _started_by(env: Mapping[str, str]) -> tuple[str, str]:
@@ -334,61 +314,81 @@ def _cluster(env: Mapping[str, str]) -> RankInfo | None:
 
 def _batch_system(env: Mapping[str, str]) -> RankInfo | None:
     """The ranks set by a batch system or MPI. In a SLURM job mpirun counts, not its daemons, which srun started."""
-    jsrun, mpi, slurm = _jsrun(env), _mpi(env), _slurm(env)
-    if mpi is not None and slurm is not None and (mpi.rank, mpi.size) == (slurm.rank, slurm.size):
-        return slurm  # srun --mpi=pmi2 sets both, and SLURM's variables contain more
-    return jsrun or mpi or slurm
+    lsf, slurm = _read(env, _LSF), _read(env, _SLURM) if _is_step(env) else None
+    names, mpi = _read_mpi(env)
+    if lsf is not None:
+        names, ranks = _LSF, lsf
+    elif mpi is not None and (slurm is None or (mpi.rank, mpi.size) != (slurm.rank, slurm.size)):
+        ranks = mpi if mpi.local_size != mpi.size else replace(mpi, node=0, nodes=1)
+    elif slurm is not None and slurm.size > 1:  # srun --mpi=pmi2 sets both, and SLURM's variables contain more
+        names, ranks = _SLURM, _with_tasks(env, slurm)
+    else:
+        return None
+    if ranks.size > 1:
+        address = env.get("MASTER_ADDR", "").strip() or _first_host(env, names, ranks.nodes == 1)
+        if not address:
+            raise ConfigurationError(names.no_address)
+        ranks = replace(ranks, master_addr=address, master_port=_port_number(env, "MASTER_PORT") or _port_of_job(env, names))
+    return _check(env, ranks, names)
 
 
-def _with_address(
-    env: Mapping[str, str], ranks: RankInfo, first_host: Callable[[], str], job: tuple[str | None, ...], problem: str
-) -> RankInfo:
-    """Add the address of rank 0; `problem` is the error if it is unknown, `job` tells apart the jobs of a node."""
-    if ranks.size == 1:
-        return ranks
-    address = env.get("MASTER_ADDR", "").strip() or first_host()
-    if not address:
-        raise ConfigurationError(problem)
-    return replace(ranks, master_addr=address, master_port=_port_number(env, "MASTER_PORT") or stable_port(*job))
-
-
-def _slurm(env: Mapping[str, str]) -> RankInfo | None:
-    """A task of `srun`; `None` in the script of a batch job, the shell of `salloc` and that of `srun --pty`."""
+def _is_step(env: Mapping[str, str]) -> bool:
+    """Whether it is a task of `srun`: not the script of a batch job, the shell of `salloc` or that of `srun --pty`."""
     step = _number(env, "SLURM_STEP_ID", "SLURM_STEPID")
-    if step is None or step >= _FIRST_OWN_STEP or env.get("SLURM_PTY_PORT"):
-        return None
-    ranks = _read(env, _SLURM)
-    if ranks is None or ranks.size == 1:
-        return None
-    counts, node = _tasks(env, ranks.size), ranks.node
-    local_size = counts[node] if node is not None and node < len(counts) else None
-    ranks = replace(ranks, local_size=local_size, nodes=len(counts) or ranks.nodes)
-    one_node = "127.0.0.1" if ranks.nodes == 1 else ""
-    ranks = _with_address(
-        env,
-        ranks,
-        lambda: _first_of_slurm(env, _NODE_LISTS) or one_node,
-        (env.get("SLURM_JOB_ID", env.get("SLURM_JOBID")), env.get("SLURM_STEP_ID")),
-        "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST are not set, so the node of rank 0 is unknown. Set its address: "
-        'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-    )
-    return _check(env, ranks, _SLURM)
+    return step is not None and step < _FIRST_OWN_STEP and not env.get("SLURM_PTY_PORT")
 
 
-def _first_of_slurm(env: Mapping[str, str], lists: Sequence[str]) -> str:
-    names = next((env[name] for name in lists if env.get(name)), "")
-    return next(hosts(names)) if names else ""
+def _read_mpi(env: Mapping[str, str]) -> tuple[_Variables, RankInfo | None]:
+    """A process of `mpirun`: Open MPI, MVAPICH, MPICH or Intel MPI."""
+    started = [(names, ranks) for names in _MPI if (ranks := _read(env, names)) is not None]
+    if not started:
+        return _MPI[0], None
+    (names, ranks), *rest = started
+    for other, theirs in rest:
+        if (theirs.rank, theirs.size) != (ranks.rank, ranks.size):
+            raise ConfigurationError(
+                f"two launchers disagree: this is process {ranks.rank} of {ranks.size} for {ranks.launcher} ({names.rank}, "
+                f"{names.size}), but process {theirs.rank} of {theirs.size} for {theirs.launcher} ({other.rank}, "
+                f"{other.size}). Before mpirun, unset the variables of the launcher that you do not use: unset {other.rank} "
+                f"{other.size}"
+            )
+    return names, ranks
 
 
-def _tasks(env: Mapping[str, str], size: int) -> list[int]:
-    """The number of tasks of each node; empty if unknown."""
+def _first_host(env: Mapping[str, str], names: _Variables, one_node: bool) -> str:
+    """The node of rank 0; "" if unknown."""
+    batch = env.get("LSB_MCPU_HOSTS", "").split()
+    if names is _LSF:  # jsrun starts nothing on the node of the batch script, which has one slot
+        return "".join(batch[2:3] if batch[1:2] == ["1"] and len(batch) > 2 else batch[:1])
+    if names is not _SLURM and one_node:
+        return "127.0.0.1"
+    text = _first(env, *(_NODE_LISTS if names is _SLURM else _NODE_LISTS[1:]))  # the step of mpirun is that of its daemons
+    if text:
+        return next(hosts(text))
+    return "".join(batch[:1]) if names is not _SLURM else "127.0.0.1" if one_node else ""
+
+
+def _port_of_job(env: Mapping[str, str], names: _Variables) -> int:
+    if names is _SLURM:
+        return stable_port(env.get("SLURM_JOB_ID", env.get("SLURM_JOBID")), env.get("SLURM_STEP_ID"))
+    return stable_port("lsf" if names is _LSF else "mpi", _first(env, *names.job.split()))
+
+
+def _first(env: Mapping[str, str], *names: str) -> str:
+    """The first of the variables that is set; "" if none is."""
+    return next((env[name] for name in names if env.get(name)), "")
+
+
+def _with_tasks(env: Mapping[str, str], ranks: RankInfo) -> RankInfo:
+    """The ranks with the number of nodes, and of the tasks of this one, as far as SLURM's lists have them."""
     for text in (env[name] for name in _TASK_LISTS if env.get(name)):
         counts, nodes = tasks_of_nodes(text), _number(env, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
         if len(counts) == 1 and nodes is not None:  # --ntasks-per-node: one number for all
             counts *= nodes
-        if sum(counts) == size:
-            return counts
-    return []
+        if sum(counts) == ranks.size:
+            each = dict(enumerate(counts))
+            return replace(ranks, local_size=None if ranks.node is None else each.get(ranks.node), nodes=len(counts))
+    return ranks
 
 
 def tasks_of_nodes(text: str) -> list[int]:
@@ -408,7 +408,7 @@ def hosts(text: str) -> Iterator[str]:
     Raises:
         ConfigurationError: it is not such a list.
     """
-    for part in re.split(r",(?![^\[]*\])", text):  # at commas outside brackets
+    for part in re.split(r",(?![^\[]*\])", text):  # Only commas outside brackets separate parts.
         yield from _expand(part.strip(), text)
 
 
@@ -429,82 +429,21 @@ def _expand(part: str, text: str) -> Iterator[str]:
                 yield f"{match[1]}{index:0{len(span[1])}d}{rest}"
 
 
-def _mpi(env: Mapping[str, str]) -> RankInfo | None:
-    """A process of `mpirun`: Open MPI, MVAPICH, MPICH or Intel MPI."""
-    started = [(names, ranks) for names in _MPI if (ranks := _read(env, names)) is not None]
-    if not started:
-        return None
-    (names, ranks), *rest = started
-    for other, theirs in rest:
-        if (theirs.rank, theirs.size) != (ranks.rank, ranks.size):
-            raise ConfigurationError(
-                f"two launchers disagree: this is process {ranks.rank} of {ranks.size} for {ranks.launcher} ({names.rank}, "
-                f"{names.size}), but process {theirs.rank} of {theirs.size} for {theirs.launcher} ({other.rank}, "
-                f"{other.size}). Before mpirun, unset the variables of the launcher that you do not use: unset {other.rank} "
-                f"{other.size}"
-            )
-    one_node = ranks.local_size == ranks.size
-    if one_node:
-        ranks = replace(ranks, node=0, nodes=1)
-    job = next((env[n] for n in ("SLURM_JOB_ID", "LSB_JOBID", "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid") if env.get(n)), "")
-    batch_hosts = env.get("LSB_MCPU_HOSTS", "").split() or [""]
-    ranks = _with_address(
-        env,
-        ranks,
-        lambda: "127.0.0.1" if one_node else _first_of_slurm(env, _NODE_LISTS[1:]) or batch_hosts[0],
-        ("mpi", job),
-        "mpirun has started processes on several nodes, but the node of rank 0 is unknown. Set its address, on the first "
-        "node: mpirun -x MASTER_ADDR=$(hostname) …   (Open MPI), or mpirun -genv MASTER_ADDR $(hostname) …   (MPICH, "
-        "Intel MPI)",
-    )
-    return _check(env, ranks, names)
-
-
-def _jsrun(env: Mapping[str, str]) -> RankInfo | None:
-    """A process of `jsrun`, under LSF."""
-    ranks = _read(env, _LSF)
-    if ranks is None:
-        return None
-    names, slots = (env.get("LSB_MCPU_HOSTS", "").split()[first::2] for first in (0, 1))
-    if len(names) > 1 and slots[:1] == ["1"]:  # the node of the batch script, where jsrun starts nothing
-        names = names[1:]
-    ranks = _with_address(
-        env,
-        ranks,
-        lambda: names[0] if names else "",
-        ("lsf", env.get("LSB_JOBID")),
-        "jsrun has started this process, but LSB_MCPU_HOSTS, which names the nodes, is not set. Set the node of rank 0: "
-        "jsrun -E MASTER_ADDR=host …",
-    )
-    return _check(env, ranks, _LSF)
-
-
 # ---------------------------------------------------------------------------------------- the nodes of a job, and Kubernetes
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, for `trainkit launch`, which starts the workers of one node; `None`: not set.
+    """The nodes of a job, for `trainkit launch`, which starts the workers of one node; `None`: not set."""
 
-    Attributes:
-        least: smallest number of nodes that the job runs on.
-        most: largest number.
-        rank: rank of this node.
-        master_addr: address of the first node.
-        master_port: port on the first node.
-        per_node: processes of each node: a number, "auto" or "gpu".
-        max_restarts: how many times to restart all processes after a failure.
-        source: what set these values, for messages.
-    """
-
-    least: int | None = None
-    most: int | None = None
-    rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    per_node: str | None = None
-    max_restarts: int | None = None
-    source: str | None = None
+    least: int | None = None  # smallest number of nodes that the job runs on
+    most: int | None = None  # largest number
+    rank: int | None = None  # rank of this node
+    master_addr: str | None = None  # address of the first node
+    master_port: int | None = None  # port on the first node
+    per_node: str | None = None  # processes of each node: a number, "auto" or "gpu"
+    max_restarts: int | None = None  # how many times to restart all processes after a failure
+    source: str | None = None  # What has set these values, as named in messages.
 
     def over(self, other: Nodes) -> Nodes:
         """These values, and those of `other` for what is not set."""
@@ -556,8 +495,9 @@ def _torchrun_nodes(env: Mapping[str, str]) -> Nodes:
 
 def _torchrun_pod(env: Mapping[str, str]) -> RankInfo | None:
     """The ranks in the PET_ variables, in a pod whose command is the script itself."""
-    text = env.get("PET_NNODES", "").strip()
-    nodes = _torchrun_nodes(env) if text else Nodes(1, 1)
+    if not (text := env.get("PET_NNODES", "").strip()):
+        return None
+    nodes = _torchrun_nodes(env)
     rank, count, address, port = nodes.rank, nodes.most or 1, nodes.master_addr, nodes.master_port
     if count == 1:
         return None
@@ -616,59 +556,46 @@ def quietly(env: MutableMapping[str, str]) -> dict[str, str]:
 
 def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     text = env.get(name, "")
-    try:
+    with contextlib.suppress(ValueError):
         value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise ConfigurationError(f"{name} must be a number of seconds, not {text!r}.")
-    return value
+        if 0 < value < float("inf"):
+            return value
+    raise ConfigurationError(f"{name} must be a number of seconds, not {text!r}.")
 
 
 # ---------------------------------------------------------------------------------------------------------- the command line
 
 
 def local_rank(argv: Sequence[str]) -> int | None:
-    """The local rank by `--local_rank N` or `--local_rank=N`, also with a hyphen.
+    """The local rank by `--local_rank N` or `--local-rank=N`.
 
-    Returns:
-        The local rank; `None` if it is not given, is negative, which by custom means a single process, or is not a number,
-        which the script's own parser will refuse.
+    `None` if it is not given, is negative, which by custom means a single process, or is not a number, which the script's own
+    parser will refuse.
     """
     text = option(argv, "local_rank") or ""
     return int(text) if text.isascii() and text.isdigit() else None
 
 
 def option(argv: Sequence[str], name: str) -> str | None:
-    """The value of the option `--name VALUE` or `--name=VALUE`, also with hyphens.
-
-    Returns:
-        The value, the last of several, as in argparse; `""` if no value follows; `None` if the option is not given.
-    """
+    """The last value of the option `--name VALUE` or `--name=VALUE`; `None` if it is not given."""
     return next(iter(reversed(options(argv, name))), None)
 
 
 def options(argv: Sequence[str], name: str) -> list[str]:
-    """The values of an option that may be given several times."""
-    names = {f"--{name}", f"--{name.replace('_', '-')}"}
+    """The values of an option that may be given several times, also with hyphens; `""` if no value follows."""
+    names = (f"--{name}", f"--{name.replace('_', '-')}")
     values: list[str] = []
-    for at, argument in enumerate(argv):
+    for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         if argument == "--":  # the rest are not options
             break
-        option, equals, given = argument.partition("=")
+        option, equals, value = argument.partition("=")
         if option in names:
-            following = argv[at + 1] if at + 1 < len(argv) else ""
-            values.append(given if equals else "" if following.startswith("--") else following)
+            values.append(value if equals else "" if following.startswith("--") else following)
     return values
 
 
 def with_local_rank(ranks: RankInfo | None, argv: Sequence[str]) -> RankInfo | None:
-    """The ranks of this process, checked against the `--local_rank` on its command line.
-
-    DeepSpeed's launcher and `torch.distributed.launch` pass it in addition to environment variables.
-
-    Returns:
-        The ranks, with the local rank from the argument if no variable sets it.
+    """The ranks, with the local rank of `--local_rank`, which DeepSpeed and `torch.distributed.launch` pass, if they lack it.
 
     Raises:
         ConfigurationError: the argument contradicts the variables, or is not 0 and there are no variables.
@@ -676,9 +603,9 @@ def with_local_rank(ranks: RankInfo | None, argv: Sequence[str]) -> RankInfo | N
     argument = local_rank(argv)
     if argument is None:
         return ranks
+    if ranks is None and argument == 0:  # a single process has this local rank too
+        return None
     if ranks is None:
-        if argument == 0:  # a single process has this local rank too
-            return None
         raise ConfigurationError(
             f"--local_rank={argument} means that this is one of several processes, but RANK, WORLD_SIZE, MASTER_ADDR and "
             "MASTER_PORT are not set, so it would train alone. Start the script with a launcher, which sets them: trainkit "
@@ -716,18 +643,16 @@ def tpu_is_chosen(env: Mapping[str, str] = os.environ) -> bool:
     """
     if REPLICA in env:
         return True
-    chosen = env.get("PJRT_DEVICE", "").upper()
-    if chosen:
-        return chosen == "TPU"
-    if not tpu_is_here():
-        return False
-    if importlib.util.find_spec("torch_xla") is None:
+    if env.get("PJRT_DEVICE"):
+        return env["PJRT_DEVICE"].upper() == "TPU"
+    has_tpu = tpu_is_here()
+    installed = not has_tpu or importlib.util.find_spec("torch_xla") is not None
+    if not installed:
         notice(
             "this host has a TPU, but torch_xla is not installed; not using the TPU. To use it: pip install "
             "'trainkit-torch[xla]'"
         )
-        return False
-    return True
+    return has_tpu and installed
 
 
 def runtime_is_loaded() -> bool:
@@ -738,15 +663,9 @@ def runtime_is_loaded() -> bool:
 def place_in_slice(
     rank: int, size: int, local_rank: int, local_size: int, env: Mapping[str, str], parent: int
 ) -> RankInfo | None:
-    """The ranks of this process on a TPU slice; `None` if it is the only one.
+    """The ranks of this process on a TPU slice, by the numbers of XLA's runtime; `None` if it is the only one.
 
-    Args:
-        rank: rank of the process in XLA's runtime.
-        size: number of processes in XLA's runtime.
-        local_rank: rank among the processes of its host.
-        local_size: number of processes of a host.
-        env: the environment variables; those of Cloud TPU name the hosts.
-        parent: id of the process that started those of this host, so that two runs on it use different ports.
+    `parent` is the id of the process that started those of this host, so that two runs on it use different ports.
 
     Raises:
         ConfigurationError: a launcher has started a different number of processes, or the first host's address is not set.
@@ -779,21 +698,19 @@ def place_in_slice(
 
 def set_gloo_interface(env: MutableMapping[str, str], master_addr: str) -> None:
     """Set `GLOO_SOCKET_IFNAME` if it is not set and gloo would use the loopback interface; Linux only."""
-    if GLOO in env or not _own_name_is_loopback():
-        return
-    for target in (master_addr, _OUTSIDE):
-        name = _interface(_source(target))
-        if name is not None:
+    if GLOO not in env and _own_name_is_loopback():
+        names = (_interface(_source(target)) for target in (master_addr, _OUTSIDE))
+        name = next(filter(None, names), None)
+        if name:
             env[GLOO] = name
-            return
 
 
 def _own_name_is_loopback() -> bool:
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
     except OSError:  # then gloo uses the loopback interface, too
         return True
-    return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in found)
+    return all(ipaddress.ip_address(str(one[4][0]).partition("%")[0]).is_loopback for one in addresses)
 
 
 def _source(target: str) -> str | None:
@@ -806,17 +723,15 @@ def _source(target: str) -> str | None:
 
 
 def _interface(address: str | None) -> str | None:
-    return None if address is None else next((name for name, own in _addresses() if own == address), None)
+    return None if address is None else next((name for name, own_address in _addresses() if own_address == address), None)
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
     """Pairs of a network interface and its IPv4 address."""
-    try:
-        import fcntl
-    except ImportError:
+    if sys.platform != "linux":
         return
-    if os.uname().sysname != "Linux":
-        return
+    import fcntl
+
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an address

@@ -1,9 +1,6 @@
 """`notebook_launcher`: run a function of a notebook or script in several fresh processes.
 
-`trainkit.launch.agent` starts the processes; the pickled call and its result go through a folder. This module adds the checks
-and output of Accelerate's function, errors that name what cannot be sent or which rank has failed, the source of cells in
-tracebacks, and XLA, whose runtime starts the processes itself.
-
+`trainkit.launch.agent` starts the processes, or on XLA its runtime; the pickled call and its result go through a folder.
 cloudpickle sends what is defined in a cell or a script by value, and what is in a module by name. This is the only module of
 trainkit that unpickles: only bytes that its own processes exchange during one call, never a file of the user.
 """
@@ -39,7 +36,7 @@ from torch import Tensor
 
 from trainkit.checks import is_number, whole_number
 from trainkit.config.keys import KEYS, convert_value
-from trainkit.config.settings import VARIABLE, Settings, carry, inherited_settings
+from trainkit.config.settings import VARIABLE, Settings, carry, read_process_settings
 from trainkit.console import echo
 from trainkit.distributed.failure import is_communication, summary
 from trainkit.distributed.failure_handling import end_process
@@ -73,13 +70,10 @@ CALL, TASK = "call", "task.json"  # files for all processes
 _RESULT, _FAILURES = "result", "failures.jsonl"  # files from them, in a folder for each start
 
 _MAX_DEPTH = 8  # how deep to search an object for the part that cannot be pickled
-_NOT_SENT = (
-    "{part} cannot be sent to other processes: {reason}. Create it inside the function, or pass the values that it is built "
-    "from."
-)
+_NOT_SENT = "cannot be sent to other processes: {}. Create it inside the function, or pass the values that it is built from."
 _NOT_RETURNED = (
-    "the function has returned, but {part} cannot be sent back: {reason}. Return numbers, tensors, a state_dict or "
-    "accelerator.unwrap_model(model), or save the result to a file."
+    "cannot be sent back: {}. Return numbers, tensors, a state_dict or accelerator.unwrap_model(model), or save the result to "
+    "a file."
 )
 
 _CLOSE_TIMEOUT_S = 10.0  # seconds for the last output to arrive after the workers have ended
@@ -159,7 +153,7 @@ def notebook_launcher(
     _refuse_worker(num_nodes)
     settings = Settings({"mixed_precision": mixed_precision}, source=_NAME)
     if VARIABLE in os.environ:  # set by the launcher of this process
-        settings = settings.over(inherited_settings())
+        settings = settings.over(read_process_settings())
     count, replicas, devices = _processes(num_processes, num_nodes, max_restarts)
     echo(f"Launching training on {devices}.", flush=True)
     if count == 1 and num_nodes == 1 and replicas is None:
@@ -184,24 +178,27 @@ def _launch(
         "replicas": replicas,
         "environment": {} if replicas is None else environment,
     }
-    with private_folder() as folder, closing(output) if output else nullcontext():
-        _write(Path(folder), call, task)
+    with private_folder() as name, closing(output) if output else nullcontext():
+        folder = Path(name)
+        try:
+            (folder / CALL).write_bytes(call)
+            (folder / TASK).write_text(json.dumps(task))
+        except OSError as error:
+            raise ConfigurationError(
+                f"{_NAME}: cannot write {len(call)} bytes to {folder}: {error.strerror}. Before Python starts, set a folder "
+                "with more space: export TMPDIR=/path"
+            ) from error
         del call
-        job = Job(
-            _command(progress["stdout"]),
-            {**environment, FOLDER: folder},
-            launcher=_NAME,
-            grace=grace(os.environ),
-            output=None if output is None else output.take,
-            **options,
-        )
+        take = None if output is None else output.take
+        variables = {**environment, FOLDER: name}
+        job = Job(_command(progress["stdout"]), variables, launcher=_NAME, grace=grace(os.environ), output=take, **options)
         try:
             outcome = run_to_end(job)
         except ConfigurationError as error:
             raise ConfigurationError(
                 f"{error} (In {_NAME} these are the arguments master_addr, use_port and node_rank.)"
             ) from error
-        failures, result = read_reports(Path(folder))
+        failures, result = read_reports(folder)
     _raise_failure(outcome, failures)
     try:
         return None if result is None else load(result)
@@ -209,17 +206,6 @@ def _launch(
         raise ConfigurationError(
             f"{_NAME}: the function has returned, but its result cannot be loaded in this process: {summary(error)}. Return "
             "numbers, tensors and a state_dict, or save the result to a file."
-        ) from error
-
-
-def _write(folder: Path, call: bytes, task: Mapping[str, Any]) -> None:
-    try:
-        (folder / CALL).write_bytes(call)
-        (folder / TASK).write_text(json.dumps(task))
-    except OSError as error:
-        raise ConfigurationError(
-            f"{_NAME}: cannot write {len(call)} bytes to {folder}: {error.strerror}. Before Python starts, set a folder with "
-            "more space: export TMPDIR=/path"
         ) from error
 
 
@@ -231,7 +217,7 @@ def _command(shows_progress: bool) -> tuple[str, ...]:
             "Start the script with: python script.py"
         )
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    unbuffered = () if shows_progress else ("-u",)  # so that the output of a killed process is not lost
+    unbuffered = () if shows_progress else ("-u",)  # Otherwise the output of a killed process would be lost.
     code = f"import sys; sys.path[:] = {list(map(str, sys.path))!r}; from trainkit.launch.notebook import main; main()"
     return (sys.executable, *flags, *unbuffered, "-c", code)
 
@@ -259,8 +245,8 @@ def _nodes(num_nodes: int, node_rank: int, master_addr: str, port: str, endpoint
     if whole_number(node_rank, f"{_NAME}(node_rank=)") >= num_nodes:
         raise ConfigurationError(f"{_NAME}: node_rank={node_rank} must be less than num_nodes={num_nodes}.")
     if endpoint:
-        host, colon, given = endpoint.rpartition(":")
-        master_addr, port = (host, given) if colon else (endpoint, port)
+        host, colon, endpoint_port = endpoint.rpartition(":")
+        master_addr, port = (host, endpoint_port) if colon else (endpoint, port)
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(f"{_NAME}: use_port must be a port from 0 to 65535, not {port!r}.")
     if num_nodes == 1:
@@ -301,19 +287,19 @@ def _refuse_worker(num_nodes: int) -> None:
         )
 
 
-def _processes(wanted: int | None, num_nodes: int, max_restarts: int) -> tuple[int, int | None, str]:
+def _processes(num_processes: int | None, num_nodes: int, max_restarts: int) -> tuple[int, int | None, str]:
     """Number of processes; number of XLA replicas (0: all, `None`: not XLA); the devices in words."""
     import torch
 
     on_cpu = os.environ.get("PJRT_DEVICE", "").upper() == "CPU"
     if importlib.util.find_spec("torch_xla") is not None if on_cpu else tpu_is_chosen(os.environ):
         _check_xla(num_nodes, max_restarts)
-        return 1, wanted or 0, f"{wanted or 'all'} {'devices of the XLA CPU runtime' if on_cpu else 'TPU cores'}"
+        return 1, num_processes or 0, f"{num_processes or 'all'} {'devices of the XLA CPU runtime' if on_cpu else 'TPU cores'}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    count = wanted or max(1, gpus)
+    count = num_processes or max(1, gpus)
     one = "one GPU" if gpus else "MPS" if torch.backends.mps.is_available() else "one CPU"
-    several = f"{count} {'CPUs' if gpus == 0 else 'GPUs' if gpus >= count else 'processes'}"
-    return count, None, (one if count == 1 else several) + (f" on each of {num_nodes} nodes" if num_nodes > 1 else "")
+    devices = f"{count} {'CPUs' if gpus == 0 else 'GPUs' if gpus >= count else 'processes'}"
+    return count, None, (one if count == 1 else devices) + (f" on each of {num_nodes} nodes" if num_nodes > 1 else "")
 
 
 def _run_here(function: Callable[..., Any], args: tuple[Any, ...], variables: Mapping[str, str]) -> Any:
@@ -361,9 +347,8 @@ def read_reports(folder: Path) -> tuple[list[dict[str, Any]], bytes | None]:
     """The failures of the last start, in the order in which they happened, and the pickled result of rank 0."""
     last = folder / str(max((int(path.name) for path in folder.iterdir() if path.is_dir()), default=0))
     failures, result = last / _FAILURES, last / _RESULT
-    lines = failures.read_text("utf-8", errors="replace").splitlines() if failures.exists() else []
     reports = []
-    for line in lines:
+    for line in failures.read_text("utf-8", errors="replace").splitlines() if failures.exists() else []:
         with contextlib.suppress(ValueError):  # a full disk has cut it off
             reports.append(json.loads(line))
     return reports, result.read_bytes() if result.exists() else None
@@ -388,7 +373,7 @@ def run_replica(index: int, folder: str) -> None:
         _run(folder, index, index)
     except Exception as error:
         if not isinstance(error, ProcessFailedError):  # the failure of another replica, which prints it
-            _print_error(type(error), error, error.__traceback__)  # without the frames of the runtime
+            _print_error(type(error), error, error.__traceback__)  # The frames of the runtime are not printed.
         raise SystemExit(1) from None
 
 
@@ -399,12 +384,12 @@ def _run(folder: str, rank: int, local_rank: int) -> None:
         function, args = load(Path(folder, CALL).read_bytes())
     except Exception as error:
         why = (
-            f"notebook_launcher: the function or its arguments cannot be loaded in another process: {summary(error)}. Modules "
-            "are imported there from sys.path. Define the function in a cell or in the script, save the module to a file, or "
-            "send it by value: cloudpickle.register_pickle_by_value(module)"
+            f"{_NAME}: the function or its arguments cannot be loaded in another process: {summary(error)}. Modules are "
+            "imported there from sys.path. Define the function in a cell or in the script, save the module to a file, or send "
+            "it by value: cloudpickle.register_pickle_by_value(module)"
         )
         _report(reports, rank, why, refused=True)
-        if rank == 0 and not isinstance(error, ImportError | AttributeError):  # their message is enough
+        if rank == 0 and not isinstance(error, ImportError | AttributeError):  # The message of these errors is enough.
             traceback.print_exception(error)
         raise SystemExit(1) from None
     try:
@@ -427,7 +412,7 @@ def _start_folder(folder: str) -> Path:
 
 def _report(folder: Path, rank: int, summary: str, refused: bool = False, follows: bool = False) -> None:
     """Report a failure: `refused` if something cannot be sent, `follows` if it follows from that of another rank."""
-    with open(folder / _FAILURES, "a", encoding="utf-8") as file:  # one write, which is not mixed with those of other ranks
+    with open(folder / _FAILURES, "a", encoding="utf-8") as file:  # A single write is not mixed with those of other ranks.
         file.write(json.dumps({"rank": rank, "summary": summary, "refused": refused, "follows": follows}) + "\n")
 
 
@@ -449,7 +434,7 @@ def _print_error(kind: type[BaseException], error: BaseException, trace: Traceba
     inner = trace
     while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, "<string>"):
         inner = inner.tb_next
-    traceback.print_exception(kind, error, inner or trace)  # which finds the source of cells, unlike sys.__excepthook__
+    traceback.print_exception(kind, error, inner or trace)  # Unlike sys.__excepthook__, this finds the source of cells.
 
 
 # --------------------------------------------------------------------------------------------------- the call and its result
@@ -472,18 +457,14 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
 
 
 def dump_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """Pickle a function and its arguments; `load` returns them as a tuple, with tensors on the CPU.
-
-    Raises:
-        ConfigurationError: a part cannot be pickled; the message names it.
-    """
+    """Pickle a function and its arguments; `load` returns them, with tensors on the CPU. An error names the part."""
     parts = {_name(function): function, **{f"argument {index}": value for index, value in enumerate(args)}}
-    return _dump_or_explain((function, args), parts, _NOT_SENT)
+    return _dump_or_explain((function, args), parts, "", _NOT_SENT)
 
 
 def dump_result(result: Any) -> bytes:
     """Like `dump_call`, for what the function returned."""
-    return _dump_or_explain(result, {"the result": result}, _NOT_RETURNED)
+    return _dump_or_explain(result, {"the result": result}, "the function has returned, but ", _NOT_RETURNED)
 
 
 def load(data: bytes) -> Any:
@@ -497,13 +478,13 @@ def _dump(value: Any) -> bytes:
     return file.getvalue()
 
 
-def _dump_or_explain(value: Any, parts: Mapping[str, Any], message: str) -> bytes:
+def _dump_or_explain(value: Any, parts: Mapping[str, Any], before: str, message: str) -> bytes:
     try:
         return _dump(value)
     except Exception as error:
         part, why = _first_unpicklable(parts) or (next(iter(parts)), error)
         reason = "it belongs to this process" if isinstance(why, _BoundError) else summary(why).rstrip(".")
-        raise ConfigurationError(f"notebook_launcher: {message.format(part=part, reason=reason)}") from error
+        raise ConfigurationError(f"{_NAME}: {before}{part} {message.format(reason)}") from error
 
 
 def _first_unpicklable(parts: Mapping[str, Any], depth: int = 0) -> tuple[str, Exception] | None:
@@ -536,13 +517,13 @@ def _parts(name: str, value: Any) -> dict[str, Any]:
 
 def _outer_variables(function: FunctionType) -> dict[str, Any]:
     """Variables that a function and the functions inside it use from outside, and its defaults."""
-    found: dict[str, Any] = dict(inspect.getclosurevars(function).nonlocals)
+    variables: dict[str, Any] = dict(inspect.getclosurevars(function).nonlocals)
     codes = [function.__code__]
     for code in codes:
-        found |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+        variables |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     parameters = inspect.signature(function).parameters.values()
-    return found | {one.name: one.default for one in parameters if one.default is not one.empty}
+    return variables | {one.name: one.default for one in parameters if one.default is not one.empty}
 
 
 def _name(function: Callable[..., Any]) -> str:
@@ -566,11 +547,8 @@ def shows_progress() -> dict[str, bool]:
 class WorkerOutput:
     """Copy the output of workers to the streams of this process.
 
-    Output of local rank 0 appears as it is printed, progress bars included. Other ranks, and all ranks with a template, appear
-    line by line; of a line that was redrawn, the last state is shown.
-
-    Args:
-        template: prefix of each line, as in torch elastic: `${role_name}`, `${rank}` and `${local_rank}` are replaced.
+    Output of local rank 0 appears as it is printed, progress bars included. Other ranks, and all ranks with a `template`, whose
+    `${role_name}`, `${rank}` and `${local_rank}` are replaced, appear line by line; a redrawn line in its last state.
     """
 
     def __init__(self, template: str | None = None) -> None:
@@ -600,7 +578,9 @@ class _Stream:
     """A stream that several threads write to."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self._lock, self._line_is_open = stream, threading.Lock(), False
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._line_is_open = False
 
     def copy(self, texts: Iterable[str], whole_lines: bool = False) -> None:
         """Write texts; whole lines begin on a new line. Errors are ignored: workers must not fail because of the display."""
@@ -608,7 +588,7 @@ class _Stream:
             with self._lock, contextlib.suppress(Exception):
                 self._stream.write(f"\n{text}" if whole_lines and self._line_is_open else text)
                 self._line_is_open = not text.endswith("\n")
-                if not _is_notebook(self._stream):  # which flushes by itself
+                if not _is_notebook(self._stream):  # The stream of a notebook flushes by itself.
                     self._stream.flush()
 
 

@@ -19,7 +19,7 @@ import time
 
 __all__ = ["DONE", "LOCK_PREFIX", "WORKERS", "variables_file", "wait_for_launcher"]
 
-WORKERS = "workers"  # in the launcher's folder: the process IDs of the workers; exists until all of them have ended
+WORKERS = "workers"  # A file in the launcher's folder with the process IDs of the workers, until all of them have ended.
 LOCK_PREFIX = "placeholder-"  # the beginning of the name of a file that a placeholder keeps locked while it runs
 DONE = "done"  # the file's name when all workers have succeeded
 _STEP_S = 0.05

@@ -23,7 +23,7 @@ from trainkit.launch.placeholder import LOCK_PREFIX, WORKERS
 
 __all__ = ["MEMORY", "private_folder", "remove_leftovers"]
 
-MEMORY = "/dev/shm"  # on Linux a file system in memory, which a full disk does not affect
+MEMORY = "/dev/shm"  # On Linux this is a file system in memory, which a full disk does not affect.
 _PREFIX = "trainkit-"
 _OWNER = "owner.json"  # the file that names the process
 _MAX_OWNER = 4096  # bytes

@@ -86,7 +86,9 @@ class _Host:
     """A host and its ssh; `code` is the exit code that it has sent, `tail` its last error lines."""
 
     def __init__(self, name: str, script: bytes, process: Any) -> None:
-        self.name, self.script, self.process = name, script, process
+        self.name = name
+        self.script = script
+        self.process = process
         self.versions: dict[str, str] = {}
         self.code: int | None = None
         self.tail: deque[str] = deque(maxlen=200)
@@ -105,8 +107,8 @@ class _Launcher:
     def __init__(self, grace: float) -> None:
         self._grace = grace
         self._hosts: list[_Host] = []
-        self._ended: list[_Host] = []  # in this order
-        self._failed: list[_Host] = []  # those that failed before the others were stopped
+        self._ended: list[_Host] = []  # Hosts in the order in which they ended.
+        self._failed: list[_Host] = []  # Hosts that failed before the others were stopped.
         self._signals: list[int] = []
         self._hung_up = False  # the only signal so far is SIGHUP
         self._last_error: _Host | None = None  # the host of the last line on standard error
@@ -214,7 +216,7 @@ class _Launcher:
         return True
 
     def _check_versions(self) -> None:
-        expected = {"trainkit": ("this host", __version__)}  # which may have no GPU, and another torch
+        expected = {"trainkit": ("this host", __version__)}  # This host may have no GPU and another version of torch.
         for host in self._hosts:
             for package, version in host.versions.items():
                 other, same = expected.setdefault(package, (host.name, version))
@@ -273,11 +275,11 @@ class _Launcher:
 def _versions(line: bytes) -> dict[str, str]:
     """The versions of a host by package; empty if the line is something else, such as output of its set-up."""
     try:
-        found = decode(line)
+        versions = decode(line)
     except ValueError:
         return {}
-    known = isinstance(found, dict) and all(isinstance(value, str) for value in found.values())
-    return found if known else {}
+    known = isinstance(versions, dict) and all(isinstance(value, str) for value in versions.values())
+    return versions if known else {}
 
 
 async def _connect(name: str, script: str, ssh: Sequence[str]) -> asyncio.subprocess.Process:

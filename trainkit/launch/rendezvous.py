@@ -45,7 +45,7 @@ _HEARTBEAT_S = 5  # seconds between two heartbeats at torch's rendezvous; a node
 _LAST_CALL_S = 30.0  # seconds to wait for more nodes when the smallest number has joined
 _POLL_S = 0.5
 _LEAVE_S = 3.0  # seconds that the node that hosts the store waits for the other nodes to learn that the job is over
-_LOST = (RendezvousError, RuntimeError)  # what torch raises when the connection to the store is lost
+_LOST = (RendezvousError, RuntimeError)  # torch raises these when the connection to the store is lost.
 
 
 class NodesChanged(Exception):  # noqa: N818
@@ -76,11 +76,16 @@ class Rendezvous(RendezvousHandler):
         self._workers: TCPStore | None = None
         self._round: Store | None = None
         self._size = 1
-        self._nodes, self._first, self._node_rank, self._timeout = nodes, first, node_rank, timeout
+        self._nodes = nodes
+        self._first = first
+        self._node_rank = node_rank
+        self._timeout = timeout
         if nodes[1] > 1:
-            self._run, self.where = f"trainkit-{first[1]}", f"{first[0]}:{first[1]}"
+            self._run = f"trainkit-{first[1]}"
+            self.where = f"{first[0]}:{first[1]}"
         else:
-            self._run, self._store = uuid.uuid4().hex, _loopback_store(0)
+            self._run = uuid.uuid4().hex
+            self._store = _loopback_store(0)
             self.where = f"{_LOOPBACK}:{self._store.port}"
 
     def _connect(self, timeout: float) -> DynamicRendezvousHandler:
@@ -129,22 +134,23 @@ class Rendezvous(RendezvousHandler):
             place = RendezvousStoreInfo(_LOOPBACK, self._workers.port)
             return RendezvousInfo(PrefixStore(f"start{self.restarts}", self._store), 0, 1, place)
         info = self._join()
-        self._round, self._size = info.store, info.world_size
+        self._round = info.store
+        self._size = info.world_size
         try:
             self._round.set(f"trainkit/{info.rank}", json.dumps([self._node_rank, self.restarts]))
-            facts = [self._fact(self._round.get(f"trainkit/{index}")) for index in range(self._size)]
-            _refuse_duplicates([node_rank for node_rank, _ in facts])
-            order = sorted(range(self._size), key=lambda index: (facts[index][0] is None, facts[index][0], index))
+            nodes = [self._read_node(self._round.get(f"trainkit/{index}")) for index in range(self._size)]
+            _refuse_duplicates([node_rank for node_rank, _ in nodes])
+            order = sorted(range(self._size), key=lambda index: (nodes[index][0] is None, nodes[index][0], index))
             rank = order.index(info.rank)
             self._workers = TCPStore(self._address, 0, is_master=True, wait_for_workers=False) if rank == 0 else None
             port = None if self._workers is None else self._workers.port
             place = RendezvousStoreInfo.build(rank, PrefixStore("trainkit", self._round), self._address, port)
         except RuntimeError as error:
             raise self._lost() from error
-        self.restarts = 1 + max(restarts for _, restarts in facts)
+        self.restarts = 1 + max(restarts for _, restarts in nodes)
         return RendezvousInfo(self._round, rank, self._size, place)
 
-    def _fact(self, line: bytes) -> tuple[int | None, int]:
+    def _read_node(self, line: bytes) -> tuple[int | None, int]:
         """The node rank and the number of restarts that another launcher has stored; any program can write to the store."""
         try:
             node_rank, restarts = decode(line)
@@ -163,7 +169,7 @@ class Rendezvous(RendezvousHandler):
         while True:
             try:
                 return inner.next_rendezvous()
-            except RendezvousGracefulExitError as error:  # which torch's launcher does not expect
+            except RendezvousGracefulExitError as error:  # torch's launcher does not expect this error.
                 self.needed = False
                 raise RendezvousClosedError("this node is not needed: the job already has all its nodes") from error
             except RendezvousClosedError as error:
@@ -252,4 +258,5 @@ def _refuse_duplicates(node_ranks: list[int | None]) -> None:
             raise ConfigurationError(f"{count} nodes were started with --node-rank {rank}. Use each of 0, 1, … once.")
 
 
-rendezvous_handler_registry.register(BACKEND, lambda params: params.get("handler"))  # in LaunchConfig.rdzv_configs
+# LaunchConfig.rdzv_configs has the handler.
+rendezvous_handler_registry.register(BACKEND, lambda params: params.get("handler"))

@@ -54,7 +54,7 @@ def become_agent(processes: int) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            with suppress(OSError):  # what cannot be written is lost
+            with suppress(OSError):  # Output that cannot be written is lost.
                 stream.flush()
     if os.name == "nt":  # exec would return to the shell immediately
         os._exit(subprocess.call(agent))
@@ -158,7 +158,7 @@ def _script(arguments: list[str]) -> tuple[int, str]:
 
 def watch_cuda() -> None:
     """In debug mode, record the line that initializes CUDA from now on."""
-    from trainkit.config.settings import debugging  # which imports torch, and the launcher must not before `quietly`
+    from trainkit.config.settings import debugging  # It imports torch, which the launcher must not do before `quietly`.
 
     global _watching, _where
     if _watching or not debugging():

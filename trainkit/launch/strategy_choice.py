@@ -1,4 +1,7 @@
-"""Resolve `accelerator`, `devices`, `num_nodes` and `strategy` to a strategy on this process's device."""
+"""Resolve `accelerator`, `devices`, `num_nodes` and `strategy` to a strategy on this process's device.
+
+It comes after `environment`, which has the ranks, and before `joining.join`, which the strategy calls in `join_strategy`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.environment import DEVICE, tpu_is_chosen
 from trainkit.launch.joining import note_single_process, processes, single_world
-from trainkit.registry import automatic_strategy, find_info, known_spelling, make_strategy
+from trainkit.registry import automatic_strategy, find_info, make_strategy, normalize_name
 
 if TYPE_CHECKING:
     from trainkit.precision import Precision
@@ -24,13 +27,7 @@ _KINDS = {"auto": "auto", "cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "m
 
 
 def read_devices(accelerator: Any, devices: Any, num_nodes: Any) -> RequestedDevices:
-    """The devices that these arguments request.
-
-    Raises:
-        ConfigurationError: a wrong value of devices or num_nodes.
-        UnknownNameError: an unknown accelerator.
-        UnsupportedArgumentError: an HPU or IPU.
-    """
+    """The devices that these arguments request, or a `ConfigurationError` or one of its subclasses."""
     if accelerator in ("hpu", "ipu"):
         raise UnsupportedArgumentError(
             f"accelerator={accelerator!r} is not supported. Use 'auto', 'cpu', 'gpu', 'mps' or 'tpu'."
@@ -87,14 +84,15 @@ def choose_strategy(name: str, requested: RequestedDevices) -> str:
     Raises:
         ConfigurationError: the strategy does not support the device, or the variables of a launcher contradict each other.
     """
-    name = known_spelling(name)
+    name = normalize_name(name)
     info = find_info(name)
     if name == "auto":
         on_tpu = requested.accelerator == DEVICE or (requested.accelerator == "auto" and tpu_is_chosen())
         if not on_tpu and processes(requested) == 1:
             note_single_process(requested.per_node)
             return name
-        return automatic_strategy(DEVICE if on_tpu else _type_of_device(requested))
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        return automatic_strategy(DEVICE if on_tpu else device if requested.accelerator == "auto" else requested.accelerator)
     if info is not None and info.one_device:
         note_single_process(1)
     if requested.accelerator == DEVICE and (info is None or DEVICE not in info.devices):
@@ -102,12 +100,6 @@ def choose_strategy(name: str, requested: RequestedDevices) -> str:
             f"accelerator='tpu' works with strategy='xla', not with {name!r}. Remove strategy, or set strategy='xla'."
         )
     return name
-
-
-def _type_of_device(requested: RequestedDevices) -> str:
-    if requested.accelerator != "auto":
-        return requested.accelerator
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def join_strategy(
@@ -131,18 +123,22 @@ def join_strategy(
     Raises:
         ConfigurationError: arguments that contradict each other or the devices of this process.
     """
+    alone = False
     if isinstance(strategy, str):
         name = choose_strategy(strategy, requested)
         info = find_info(name)
         alone = info is not None and info.one_device
         made: Strategy = make_strategy(name, device=_single_device(requested) if alone else requested.accelerator)
-        if sync_batchnorm and not alone:
-            _synchronize_batchnorm(made)
     else:
         made = make_strategy(strategy)
-        _check_device(made, requested)
-        if sync_batchnorm:
-            _synchronize_batchnorm(made)
+        if not made.accepts(requested.accelerator):
+            raise ConfigurationError(
+                f"accelerator={requested.accelerator!r} and {made!r} name different devices. Pass only one."
+            )
+    if sync_batchnorm and not alone:
+        if not made.can_sync_batchnorm:
+            raise ConfigurationError(f"sync_batchnorm=True works with strategy='ddp' only, not with {made!r}. Remove it.")
+        made.sync_batchnorm = True
     if arguments is not None:
         made.check_arguments(arguments)
     if precision is not None:
@@ -169,14 +165,3 @@ def _single_device(requested: RequestedDevices) -> torch.device | str:
             f"devices=[{index}]: GPU {index} does not exist for accelerator={requested.accelerator!r}. Remove devices."
         )
     return requested.accelerator
-
-
-def _check_device(made: Strategy, requested: RequestedDevices) -> None:
-    if not made.accepts(requested.accelerator):
-        raise ConfigurationError(f"accelerator={requested.accelerator!r} and {made!r} name different devices. Pass only one.")
-
-
-def _synchronize_batchnorm(made: Strategy) -> None:
-    if not made.can_sync_batchnorm:
-        raise ConfigurationError(f"sync_batchnorm=True works with strategy='ddp' only, not with {made!r}. Remove it.")
-    made.sync_batchnorm = True

@@ -59,7 +59,7 @@ def deadline(signals: Sequence[tuple[int, float]], ended: Sequence[End], grace: 
     leaving = [end.when for end in ended if interrupted or end.code == _PREEMPTED]
     if leaving:
         return leaving[0] + grace
-    if signals:  # after Ctrl-C there is no limit: the user can press it again
+    if signals:  # After Ctrl-C there is no limit: the user can press it again.
         return math.inf if interrupted else signals[0][1] + grace
     return min((end.when + _FAILURE_TIMEOUT_S for end in ended if end.code), default=math.inf)
 
@@ -91,7 +91,8 @@ class Workers:
         self.ended: list[End] = []
         self.terminated: set[int] = set()
         self.stopped = False
-        self._grace, self._ranks = grace, [int(environment["RANK"]) for environment in environments]
+        self._grace = grace
+        self._ranks = [int(environment["RANK"]) for environment in environments]
         self._signals: list[tuple[int, float]] = []
         self._kill_at: float | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}

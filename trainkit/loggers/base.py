@@ -85,8 +85,8 @@ class Logger(KnownKeywords):
     _experiment: Any = None
     _last_step: int = -1
     _guard: weakref.finalize[..., Any] | None = None
-    _attached: bool = False  # to a Trainer or an Accelerator, whose training it must not end
-    _failing: bool = False  # what it logs cannot be written at the moment
+    _attached: bool = False  # Whether a Trainer or an Accelerator uses it; it must not end their training.
+    _failing: bool = False  # Whether it cannot write at the moment.
     _found: tuple[Mapping[str, Any], Path | None] | None = None  # a state and its folder, if it was searched already
     _had_log: bool = False  # the folder contained a log already when the Trainer got this logger
     _in_run_folder: bool = True  # False: the backend has its own layout in save_dir
@@ -148,7 +148,8 @@ class Logger(KnownKeywords):
         """Let the next run have a new folder, unless the user gave a version."""
         if self._experiment is not None:
             self.finalize("success")
-        self._folder, self._last_step = None, -1
+        self._folder = None
+        self._last_step = -1
 
     def _run_folder(self) -> LogFolder:
         if self._folder is None:
@@ -387,9 +388,9 @@ class Logger(KnownKeywords):
 
     def _note_failure_to(self, what: str, error: OSError) -> None:
         """Warn once, until it has written metrics again; what is reported after the warning is a notice."""
-        told, self._failing = self._failing, True
+        has_warned, self._failing = self._failing, True
         text = f"{type(self).__name__} could not {what}: {error}. "
-        if not told:
+        if not has_warned:
             warn(f"{text}Training continues. The next failures are not reported. Fix: free some space")
         elif what.startswith("write to its end"):
             notice(text.strip())

@@ -77,7 +77,10 @@ class CometLogger(Logger):
         if not is_installed("comet_ml"):
             raise missing_package("comet_ml", "comet", "CometLogger")
         self._options = check_options(kwargs, mode)
-        self._api_key, self._workspace, self._project, self._mode = api_key, workspace, project, mode
+        self._api_key = api_key
+        self._workspace = workspace
+        self._project = project
+        self._mode = mode
         self._online = check_online(api_key, online)
         self._given_key = self._key = experiment_key
         self._begun = self._idle = self._adopted = False  # begun: _repeats knows how many records the experiment has
@@ -105,7 +108,7 @@ class CometLogger(Logger):
     @property
     def experiment(self) -> Any:
         """The experiment, started now if needed; on other processes a `NullExperiment`."""
-        if getattr(self._experiment, "ended", False):  # by the user or by comet_ml
+        if getattr(self._experiment, "ended", False):  # The user or comet_ml may have ended it.
             self._experiment = None
         return super().experiment
 
@@ -120,7 +123,7 @@ class CometLogger(Logger):
                 "only one open experiment. Fix: call comet_ml.end() first"
             )
         if self._online and self._key is not None:
-            self._recorded = recorded_steps(self._api_key, self._key)
+            self._recorded = read_steps(self._api_key, self._key)
             if not self._begun:  # the user's experiment, with earlier records
                 self._repeats.resume({name: len(steps) for name, steps in self._recorded.items()})
         if not self._adopted:
@@ -131,7 +134,8 @@ class CometLogger(Logger):
             else:
                 running = start_offline(Path(self.save_dir), self._options, experiment_key=self._given_key, **settings)
             CometLogger._open = running, weakref.ref(self)
-        self._key, self._begun = running.get_key(), True
+        self._key = running.get_key()
+        self._begun = True
         return running
 
     def _end_last(self) -> None:
@@ -178,12 +182,15 @@ class CometLogger(Logger):
         if "key" not in state or not self.is_main_process:
             pass
         elif not self._online or not state.get("online", True):
-            self._key, self._begun, self._repeats = self._given_key, False, Repeats()
+            self._key = self._given_key
+            self._begun = False
+            self._repeats = Repeats()
             notice("CometLogger: an offline experiment is not continued. The resumed run logs to a new one.")
         elif self._key not in (None, state["key"]):
             notice(f"CometLogger logs to the experiment {self._key}, not to {state['key']}, the experiment of the checkpoint.")
         else:
-            self._key, self._begun = str(state["key"]), True
+            self._key = str(state["key"])
+            self._begun = True
             self._repeats.resume(state["counts"])
 
     def _active(self) -> Any:
@@ -225,7 +232,7 @@ class CometLogger(Logger):
 # ------------------------------------------------------------------------------------------------------------- comet_ml
 
 
-_FORMER = {  # of Lightning's older CometLogger
+_FORMER = {  # Arguments of Lightning's older CometLogger.
     "experiment_name": "name='…'",
     "offline": "online=False",
     "project_name": "project='…'",
@@ -299,7 +306,7 @@ def start_offline(folder: Path, options: dict[str, Any], **settings: Any) -> Any
         random.setstate(generator)
 
 
-def recorded_steps(api_key: str | None, key: str) -> dict[str, list[int]]:
+def read_steps(api_key: str | None, key: str) -> dict[str, list[int]]:
     """Metric → the steps of its records in an online experiment, in the order of logging."""
     experiment = comet_ml().API(api_key).get_experiment_by_key(key)
     records = [] if experiment is None else experiment.get_metrics() or []

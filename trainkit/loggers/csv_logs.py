@@ -120,10 +120,10 @@ class CSVLogger(Logger):
         rows, columns = mark["rows"], mark["columns"]
         if not is_whole(rows) or not is_whole(columns) or rows < 1 or columns < 1:
             return False
-        found = _mark(path, rows)
-        if found["rows"] < rows:  # a part of the log is missing
-            return bool(found["first"] in ("", mark["first"]))
-        return bool(found["first"] == mark["first"] and found["last"] == mark["last"])
+        present = _mark(path, rows)
+        if present["rows"] < rows:  # a part of the log is missing
+            return bool(present["first"] in ("", mark["first"]))
+        return bool(present["first"] == mark["first"] and present["last"] == mark["last"])
 
     def cut_files(self, folder: Path, files: Mapping[str, Any]) -> list[str]:
         path, mark = folder / _FILE, files.get(_FILE)
@@ -131,10 +131,10 @@ class CSVLogger(Logger):
             path.unlink(missing_ok=True)
             return []
         rows, columns = mark["rows"], mark["columns"]
-        found = _mark(path)
-        if found["rows"] > rows or (found["rows"] and found["columns"] > columns):
+        present = _mark(path)
+        if present["rows"] > rows or (present["rows"] and present["columns"] > columns):
             replace_file(path, partial(_copy, path, None, rows, columns))
-        return [too_short(path, f"{found['rows']} rows", str(rows))] if found["rows"] < rows else []
+        return [too_short(path, f"{present['rows']} rows", str(rows))] if present["rows"] < rows else []
 
 
 class CSVWriter:
@@ -155,7 +155,8 @@ class CSVWriter:
         self._pending: Waiting[Mapping[str, int | float]] = Waiting(path)
         self._last = ""  # the line flushed last
         self._file: AppendFile | None = None
-        self._position: dict[str, Any] = {"rows": 0, "columns": 0, "first": "", "last": ""}  # of the rows that were flushed
+        # Describes the rows that were flushed.
+        self._position: dict[str, Any] = {"rows": 0, "columns": 0, "first": "", "last": ""}
         self._columns: dict[str, None] = {}
         with suppress(OSError):  # the first flush tries again, and raises
             self._open()
@@ -184,7 +185,7 @@ class CSVWriter:
             if any(key not in self._columns for key in row):
                 self.flush()
                 self._add_columns({**self._columns, **dict.fromkeys(row)})
-        finally:  # also when the disk is full
+        finally:  # The row is kept even if the disk is full.
             self._pending.add(row, _VALUE * len(row))
         waiting = len(self._pending.records)
         if waiting >= self._flush_every or time.monotonic() - self._flushed_at >= self._flush_seconds:
@@ -212,7 +213,7 @@ class CSVWriter:
         try:
             self.flush()
         except OSError as error:
-            raise self._pending.lost(error) from error
+            raise self._pending.loss_error(error) from error
         finally:
             self._close_file()
 
@@ -229,7 +230,7 @@ class CSVWriter:
     def _add_columns(self, columns: dict[str, None]) -> None:
         self._open()
         if self._columns:
-            self._close_file()  # some systems cannot replace an open file
+            self._close_file()  # Some systems cannot replace an open file.
             replace_file(self.path, partial(_copy, self.path, list(columns), None, None))
         else:
             self._open().append(_line(columns))
@@ -404,7 +405,7 @@ class JSONLWriter:
         try:
             self.flush()
         except OSError as error:
-            raise self._pending.lost(error) from error
+            raise self._pending.loss_error(error) from error
         finally:
             if self._file is not None:
                 self._file.close()

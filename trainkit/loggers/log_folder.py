@@ -23,7 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, Generic, TypeGuard, TypeVar
 from trainkit.checkpoint.regular_file import not_regular, read_small_file
 from trainkit.checkpoint.urls import remote_at, remote_sync
 from trainkit.checks import is_whole
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 from trainkit.errors import ConfigurationError, CorruptCheckpointError
 from trainkit.paths import local_path, url_of
 
@@ -276,7 +276,7 @@ class Waiting(Generic[Record]):
         self._sizes.clear()
         dropped, self._size, self._dropped = self._dropped, 0, 0
         if dropped:
-            warn(f"{self.path} is written again, without {counted(dropped, 'record')} that did not fit into memory.")
+            warn(f"{self.path} is written again, without {quantity(dropped, 'record')} that did not fit into memory.")
 
     def _drop_oldest(self) -> None:
         before = self._dropped
@@ -287,10 +287,10 @@ class Waiting(Generic[Record]):
         if self._dropped and not before:
             warn(f"{self.path}: {_WAITING >> 20} MB wait to be written. From now on the oldest records are dropped.")
 
-    def lost(self, error: OSError) -> OSError:
+    def loss_error(self, error: OSError) -> OSError:
         """The error of a file that cannot be written to its end."""
         number = len(self.records) + self._dropped
-        return OSError(error.errno, f"{error.strerror}; {counted(number, 'record is', 'records are')} missing", str(self.path))
+        return OSError(error.errno, f"{error.strerror}; {quantity(number, 'record is', 'records are')} missing", str(self.path))
 
 
 def _cut_torn_line(path: Path, block: int = 65536) -> None:
@@ -355,7 +355,7 @@ def replace_file(path: Path, write: Callable[[TextIOWrapper], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        temporary.unlink(missing_ok=True)  # what a killed process has left; a link there is not followed
+        temporary.unlink(missing_ok=True)  # A killed process may have left it; a link there is not followed.
         with temporary.open("x", encoding="utf-8", newline="") as file:
             write(file)
             file.flush()
@@ -525,7 +525,7 @@ def find_folder(logger: Logger, state: Mapping[str, Any]) -> Path | None:
     if here is None:
         notice(f"{kind} has another name or version than in the resumed run. It starts a new log; {recorded} is not changed.")
         return None
-    folders = _allowed_folders(logger, here, recorded)
+    folders = _find_allowed_folders(logger, here, recorded)
     for path in folders:
         if _is_log(logger, path, state):
             logger._folder = LogFolder(path.parent, state["version"])
@@ -550,7 +550,7 @@ def _folder_here(logger: Logger, state: Mapping[str, Any]) -> Path | None:
     return LogFolder(Path(logger.root_dir), version).path
 
 
-def _allowed_folders(logger: Logger, here: Path, recorded: Path) -> list[Path]:
+def _find_allowed_folders(logger: Logger, here: Path, recorded: Path) -> list[Path]:
     """Those of the two folders that exist and lie where the logger may write."""
     allowed = {here: here.parent}
     if logger._save_dir is None and recorded.name == here.name:
@@ -600,15 +600,17 @@ class Repeats:
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
-        self._later: dict[str, list[int]] | None = None  # by metric, steps of the records after the position
+        self._later: dict[str, list[int]] | None = None  # Metric → steps of the records after the position.
 
     def new_run(self) -> None:
         """Start without records."""
-        self.counts, self._later = {}, None
+        self.counts = {}
+        self._later = None
 
     def resume(self, counts: Mapping[str, int]) -> None:
         """Continue a run after this number of records of each metric."""
-        self.counts, self._later = dict(counts), {}
+        self.counts = dict(counts)
+        self._later = {}
 
     def has(self, key: str, step: int, steps_of: Callable[[str], list[int]]) -> bool:
         """Whether the service has the record from before the resume. If so, the position moves past it.

@@ -180,7 +180,7 @@ def _plain_leaf(value: Any, path: str, as_text: list[str]) -> bool | int | float
         return value.name
     if isinstance(value, os.PathLike):
         return os.fsdecode(value)
-    for base in (bool, int, float, str):  # also their subclasses, such as NumPy's str
+    for base in (bool, int, float, str):  # Subclasses count too, such as NumPy's str.
         if isinstance(value, base):
             return base(value)
     if type(value).__module__ == "torch" and type(value).__name__ in ("device", "dtype"):

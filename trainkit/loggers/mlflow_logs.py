@@ -94,8 +94,10 @@ class MLFlowLogger(Logger):
             )
         if tags is not None and not isinstance(tags, Mapping):
             raise ConfigurationError(f"tags: expected a mapping, got {tags!r}. Fix: tags={{'stage': 'try'}}")
-        self._experiment_name, self._run_name = experiment_name, run_name
-        self._tracking_uri, self._tags = tracking_uri, dict(tags or {})
+        self._experiment_name = experiment_name
+        self._run_name = run_name
+        self._tracking_uri = tracking_uri
+        self._tags = dict(tags or {})
         uri = self.tracking_uri
         if uri.split(":")[0].split("+")[0] in _DATABASES and not (is_installed("sqlalchemy") and is_installed("alembic")):
             raise MissingPackageError(
@@ -192,7 +194,8 @@ class MLFlowLogger(Logger):
             client.update_run(known, status="RUNNING")
             if not self._begun:  # the user's run, with earlier records
                 self._repeats.resume({key: len(self._steps(client, known, key)) for key in client.get_run(known).data.metrics})
-        self._begun, self._resumed = True, False
+        self._begun = True
+        self._resumed = False
         return known
 
     def _new_run(self, client: Any) -> str:
@@ -254,7 +257,7 @@ class MLFlowLogger(Logger):
         from mlflow.entities import Metric
 
         client = self.experiment
-        named = {self._named(key, "metric"): float(value) for key, value in metrics.items()}
+        named = {self._check_name(key, "metric"): float(value) for key, value in metrics.items()}
         new = {key: value for key, value in named.items() if not self._repeats.has(key, step, self._steps_of)}
         self._timestamp = max(time.time_ns() // 1_000_000, self._timestamp + 1)
         for part in _parts([Metric(key, value, self._timestamp, step) for key, value in new.items()], 1000):
@@ -273,7 +276,7 @@ class MLFlowLogger(Logger):
             self._timestamp = max(self._timestamp, history[-1].timestamp)  # another node's clock may be ahead
         return [record.step for record in history]
 
-    def _named(self, name: str, what: str) -> str:
+    def _check_name(self, name: str, what: str) -> str:
         """A name that MLflow accepts; raises if two names are the same there."""
         allowed = "/".join(part for part in _NOT_IN_NAMES.sub("_", name).split("/") if part not in ("", ".", ".."))[:250]
         if not allowed:
@@ -292,7 +295,7 @@ class MLFlowLogger(Logger):
         from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH
 
         client = self.experiment
-        values = {self._named(key, "parameter"): str(value) for key, value in flatten(params).items()}
+        values = {self._check_name(key, "parameter"): str(value) for key, value in flatten(params).items()}
         long = [key for key, value in values.items() if len(value) > MAX_PARAM_VAL_LENGTH]
         with _as_os_error():
             known = client.get_run(self._id).data.params
@@ -314,14 +317,14 @@ class MLFlowLogger(Logger):
         """Write images as artifacts; several are numbered."""
         if not is_installed("PIL"):
             raise missing_package("pillow", "mlflow", "MLFlowLogger.log_image")
-        client, folder = self.experiment, f"images/{self._named(key, 'image')}"
+        client, folder = self.experiment, f"images/{self._check_name(key, 'image')}"
         for index, image in enumerate(images):
             number = "" if len(images) == 1 else f"_{index}"
             with _as_os_error():
                 client.log_image(self._id, image, f"{folder}/step_{step:08d}{number}.png")
 
     def write_text(self, key: str, text: str, step: int) -> None:
-        client, path = self.experiment, f"text/{self._named(key, 'text')}/step_{step:08d}.txt"
+        client, path = self.experiment, f"text/{self._check_name(key, 'text')}/step_{step:08d}.txt"
         with _as_os_error():
             client.log_text(self._id, text, path)
 

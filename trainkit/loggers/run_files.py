@@ -52,15 +52,15 @@ __all__ = [
 
 
 MAX_FILE = 2**30  # bytes of a file of metrics, or of all event files of a folder
-MAX_VALUES = 20_000_000  # of all metrics in a file
+MAX_VALUES = 20_000_000  # The limit for all metrics in a file together.
 MAX_STEP = 2**53  # larger whole numbers are not exact in a chart
 _MAX_LINE = 8 * 2**20  # bytes
 _MAX_YAML = 4 * 2**20  # bytes
 _MAX_NODES = 100_000  # values in a YAML file, each as often as it is referred to
 _MAX_DEPTH = 100
-_MAX_BITS = 2048  # of a whole number; Python does not print numbers of more than 4,300 digits
+_MAX_BITS = 2048  # Python does not print whole numbers of more than 4,300 digits.
 _MAX_FOLDERS = 100_000
-_MAX_LEVELS = 16  # of folders
+_MAX_LEVELS = 16  # The limit for nested folders.
 
 
 def stream(path: Path, most: int = MAX_FILE) -> io.BufferedReader:
@@ -118,7 +118,7 @@ def yaml_in(path: Path) -> Any:
         _check_events(yaml.parse(text, Loader=loader))
         reader = loader(text)
         try:
-            value = reader.get_single_data()  # as yaml.safe_load does, whose loader is slow for a large file
+            value = reader.get_single_data()  # yaml.safe_load does the same, but its loader is slow for a large file.
         finally:
             reader.dispose()
         _check_values(value)
@@ -175,7 +175,7 @@ def folders_in(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
             try:
                 with os.scandir(folder) as entries:
                     sorted_entries = sorted(entries, key=lambda entry: entry.name)
-            except OSError:  # not readable, or removed meanwhile
+            except OSError:  # It is not readable, or was removed meanwhile.
                 continue
             folders = [entry.name for entry in sorted_entries if entry.is_dir(follow_symlinks=False)]
             yield folder, folders, [entry.name for entry in sorted_entries if not entry.is_dir(follow_symlinks=False)]
@@ -188,7 +188,7 @@ def folders_in(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 STARTS = "starts.jsonl"
 
-_MAX_BYTES = 64 * 2**20  # of the file
+_MAX_BYTES = 64 * 2**20  # The largest file that is read.
 _MAX_LINES = 10_000
 _LATEST = 32503680000.0  # the year 3000; a larger number is not a time
 
@@ -230,12 +230,12 @@ class RecordedStart:
     @property
     def end_time(self) -> float | None:
         """When the fit ended; None if that was not recorded."""
-        return _known_time(self.end.get("time"))
+        return _finite_time(self.end.get("time"))
 
     @property
     def resumed_saved_at(self) -> float | None:
         """When the checkpoint was saved from which the fit resumed; None if it did not resume."""
-        return _known_time(self.start.get("resumed_saved_at"))
+        return _finite_time(self.start.get("resumed_saved_at"))
 
     @property
     def end_step(self) -> int | None:
@@ -281,7 +281,7 @@ def _mask(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _known_time(time: object) -> float | None:
+def _finite_time(time: object) -> float | None:
     seconds = _seconds(time)
     return seconds if math.isfinite(seconds) else None
 
@@ -475,7 +475,8 @@ class _Count:
     """The values that were read from a file, which fit into memory."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._number = path, 0
+        self._path = path
+        self._number = 0
 
     def add(self, number: int) -> None:
         """Count more of them; raises if they are too many."""

@@ -96,7 +96,10 @@ class TensorBoardLogger(Logger):
 
     def _new_version(self) -> None:
         super()._new_version()
-        self._hparams, self._page, self._purge_step, self._failed_at = {}, None, None, None
+        self._hparams = {}
+        self._page = None
+        self._purge_step = None
+        self._failed_at = None
 
     def open_experiment(self) -> Any:
         """A `SummaryWriter`: a new event file in the folder of the run."""

@@ -132,7 +132,7 @@ class LoggerTracker(GeneralTracker):
     def __init__(self, logger: Logger, name: str) -> None:
         self.logger: Any = logger
         self.name = name
-        self._skipped: set[str] = set()  # the names of values that the user was told of
+        self._skipped: set[str] = set()  # the names of values that a notice has named
 
     @property
     def tracker(self) -> Any:
@@ -161,7 +161,7 @@ class LoggerTracker(GeneralTracker):
         """
         self._refuse(kwargs)
         at = self.logger._last_step + 1 if step is None else as_step(step)
-        texts, numbers = self._stored(dict(_flat(values)))
+        texts, numbers = self._split_values(dict(_flat(values)))
         # log_metrics takes a metric "step" for the step, as in Lightning
         own_step = at if step is None else numbers.pop("step", at)
         if own_step != at and self.name in ("csv", "jsonl"):
@@ -176,7 +176,7 @@ class LoggerTracker(GeneralTracker):
             with self.logger._surviving("write the metric 'step'"):
                 self.logger.write_metrics({"step": own_step}, at)
 
-    def _stored(self, values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int | float]]:
+    def _split_values(self, values: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, int | float]]:
         """The texts and the numbers that the logger can store."""
         texts: dict[str, str] = {}
         numbers: dict[str, int | float] = {}
@@ -289,10 +289,12 @@ class Trackers:
     """
 
     def __init__(self, log_with: list[Any], project: ProjectConfiguration, strategy: Strategy) -> None:
-        self._log_with, self._project, self._strategy = log_with, project, strategy
+        self._log_with = log_with
+        self._project = project
+        self._strategy = strategy
         self._names = [name for item in log_with for name in (_ALL if item == "all" else [_name(item)])]
         self._started = False
-        self.running: list[Any] = []  # on the main process, once started
+        self.running: list[Any] = []  # Only the main process has trackers, once they have started.
 
     def start(self, project_name: str, config: Any, init_kwargs: ByTracker | None) -> None:
         """Start a run with each tracker; see `Accelerator.init_trackers`."""
@@ -303,7 +305,8 @@ class Trackers:
         trackers = self._make(project_name, self._by_name("init_kwargs", init_kwargs))
         loggers = [tracker.logger for tracker in trackers if isinstance(tracker, LoggerTracker)]
         attach(loggers, self._project.logging_dir or "trainkit_runs", self._strategy.rank)
-        self._started, self.running = True, trackers if self._strategy.is_main_process else []
+        self._started = True
+        self.running = trackers if self._strategy.is_main_process else []
         try:
             for tracker in self.running:
                 getattr(tracker, "start", _NOTHING)()
@@ -333,10 +336,11 @@ class Trackers:
 
     def end(self) -> None:
         """End all runs, even if one of them raises; see `Accelerator.end_training`."""
-        with ExitStack() as stack:  # which calls the last one first
+        with ExitStack() as stack:  # The stack calls the last one first.
             for tracker in reversed(self.running):
                 stack.callback(getattr(tracker, "finish", _NOTHING))
-            self._started, self.running = False, []
+            self._started = False
+            self.running = []
 
     def _is_started(self, verb: str) -> bool:
         if self._names and not self._started and self._strategy.is_main_process:  # init_trackers may run there alone

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["WandbLogger"]
 
 _STEP = "trainer/global_step"
-_LATER = ("add_file_policy", "checkpoint_name")  # of Lightning's, for checkpoints as artifacts
+_LATER = ("add_file_policy", "checkpoint_name")  # Arguments of Lightning's logger, for checkpoints as artifacts.
 _SEND_FILE = "    logger.experiment.log_artifact(path, name='model', type='model')"
 
 
@@ -111,9 +111,10 @@ class WandbLogger(Logger):
         self._options = _check_options(kwargs, offline)
         self._given = experiment
         self._idle = False
-        self._rows = 0  # of the run, when it was closed or when the checkpoint was made
+        self._rows = 0  # Number of rows when the run was closed or the checkpoint was made.
         self._resumed_at: int | None = None  # the last step of the checkpoint, until something is logged
-        self._repeats, self._until = 0, math.inf  # number of next rows that the run already has, and their last step
+        self._repeats = 0  # Number of next rows that the run already has.
+        self._until = math.inf  # The last step of these rows.
 
     # ------------------------------------------------------------------ where
 
@@ -242,13 +243,15 @@ class WandbLogger(Logger):
         if "id" not in state or not self.is_main_process:
             return
         wandb = sys.modules.get("wandb")
-        active = None if wandb is None else wandb.run  # from wandb.init(), or left open by a logger
+        active = None if wandb is None else wandb.run  # wandb.init() has started it, or a logger has left it open.
         users = active is not None and all(started.run is not active for started in self._started)
         known = self.version or (active.id if active is not None and users else None)
         if known not in (None, state["id"]):
             notice(f"WandbLogger logs to the run {known}, not to {state['id']}, the run of the checkpoint.")
             return
-        self._rows, self._resumed_at, self._repeats = int(state["rows"]), self._last_step, 0
+        self._rows = int(state["rows"])
+        self._resumed_at = self._last_step
+        self._repeats = 0
         if self._given is None:
             self._id = str(state["id"])
 

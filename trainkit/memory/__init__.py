@@ -1,4 +1,4 @@
-"""The memory plan: how much memory a run will need per device and on the host."""
+"""The memory estimate: how much memory a run will need per device and on the host."""
 
 from __future__ import annotations
 

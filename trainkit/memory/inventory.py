@@ -1,4 +1,4 @@
-"""The input of a memory plan: a module's parameters without values, and the optimizer state for them."""
+"""The input of a memory estimate: a module's parameters without values, and the optimizer state for them."""
 
 from __future__ import annotations
 
@@ -39,35 +39,35 @@ def placeholder_of(module: nn.Module, device: torch.device | str = "meta") -> nn
     """
     made: dict[int, Any] = {}
 
-    def tensor(given: Any) -> Any:
-        if given is None or id(given) in made:
-            return made.get(id(given))
-        empty = torch.empty(whole_shape(given), dtype=given.dtype, device=device)
-        made[id(given)] = nn.Parameter(empty, given.requires_grad) if isinstance(given, nn.Parameter) else empty
-        return made[id(given)]
+    def tensor(original: Any) -> Any:
+        if original is None or id(original) in made:
+            return made.get(id(original))
+        empty = torch.empty(whole_shape(original), dtype=original.dtype, device=device)
+        made[id(original)] = nn.Parameter(empty, original.requires_grad) if isinstance(original, nn.Parameter) else empty
+        return made[id(original)]
 
-    def attribute(given: Any) -> Any:
-        if isinstance(given, Tensor):
-            return tensor(given)
-        if isinstance(given, nn.Module):
-            return part(given)
-        if isinstance(given, MethodType) and isinstance(given.__self__, nn.Module):
-            return MethodType(given.__func__, part(given.__self__))
-        if type(given) in (set, deque):
-            return given.copy()
-        return rebuild(given, attribute) if type(given) in (list, tuple, dict, OrderedDict, defaultdict) else given
+    def attribute(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return tensor(value)
+        if isinstance(value, nn.Module):
+            return part(value)
+        if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+            return MethodType(value.__func__, part(value.__self__))
+        if type(value) in (set, deque):
+            return value.copy()
+        return rebuild(value, attribute) if type(value) in (list, tuple, dict, OrderedDict, defaultdict) else value
 
-    def part(given: nn.Module | None) -> Any:
-        if given is None or id(given) in made:
-            return made.get(id(given))
-        if "_orig_mod" in given._modules:  # of torch.compile(given), whose forward is bound to the original
-            return part(given._modules["_orig_mod"])
-        copy = made[id(given)] = object.__new__(type(given))
-        vars(copy).update((name, attribute(value)) for name, value in vars(given).items())
-        vars(copy).pop("_compiled_call_impl", None)  # of given.compile(), bound to the original
-        vars(copy)["_parameters"] = {name: tensor(value) for name, value in given._parameters.items()}
-        vars(copy)["_buffers"] = {name: tensor(value) for name, value in given._buffers.items()}
-        vars(copy)["_modules"] = {name: part(child) for name, child in given._modules.items()}
+    def part(module: nn.Module | None) -> Any:
+        if module is None or id(module) in made:
+            return made.get(id(module))
+        if "_orig_mod" in module._modules:  # torch.compile(module) made it; its forward is bound to the original
+            return part(module._modules["_orig_mod"])
+        copy = made[id(module)] = object.__new__(type(module))
+        vars(copy).update((name, attribute(value)) for name, value in vars(module).items())
+        vars(copy).pop("_compiled_call_impl", None)  # module.compile() made it, bound to the original
+        vars(copy)["_parameters"] = {name: tensor(value) for name, value in module._parameters.items()}
+        vars(copy)["_buffers"] = {name: tensor(value) for name, value in module._buffers.items()}
+        vars(copy)["_modules"] = {name: part(child) for name, child in module._modules.items()}
         return copy
 
     placeholder: nn.Module = part(module)
@@ -105,7 +105,7 @@ def contents_of(modules: Iterable[nn.Module], optimizers: Sequence[Optimizer], w
     Raises:
         OptimizerError: A step of an optimizer with tiny parameters fails, so that the size of its state is unknown.
     """
-    together = nn.ModuleList(modules)  # whose parameters and buffers are unique
+    together = nn.ModuleList(modules)  # A ModuleList lists each parameter and buffer once.
     state: dict[int, int] = {}
     slots = 0
     for optimizer in optimizers:
@@ -141,8 +141,8 @@ def parse_bytes(text: str) -> int:
     Raises:
         ConfigurationError: Another text.
     """
-    found = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:E\+?\d{1,2})?)([KMGT]?)I?B?", text.strip().upper().replace(" ", ""))
-    size = 0 if found is None else int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " "))
+    match = re.fullmatch(r"((?:\d+\.?\d*|\.\d+)(?:E\+?\d{1,2})?)([KMGT]?)I?B?", text.strip().upper().replace(" ", ""))
+    size = 0 if match is None else int(float(match[1]) * 1024 ** " KMGT".index(match[2] or " "))
     if not size:
         raise ConfigurationError(f"expected an amount of memory such as 80G or 512GiB, got {text!r}.")
     return size

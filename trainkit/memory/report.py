@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.memory.inventory import parse_bytes
 from trainkit.registry import load_footprints
@@ -18,7 +18,7 @@ from trainkit.strategy import Contents, Footprint, Held
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
 
-__all__ = ["PROCESSES", "MemoryPlan", "Row", "plan_contents"]
+__all__ = ["PROCESSES", "MemoryEstimate", "Row", "estimate_contents"]
 
 PROCESSES = (1, 2, 4, 8)
 _NOT_IN_IT = (
@@ -56,7 +56,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class MemoryEstimate:
     """Bytes of parameters, gradients, optimizer state, masters and buffers; `str()` is the table.
 
     Attributes:
@@ -98,7 +98,7 @@ class MemoryPlan:
         return "\n".join(_lines(self))
 
 
-def plan_contents(
+def estimate_contents(
     strategy: Strategy,
     contents: Contents,
     start: int,
@@ -108,8 +108,8 @@ def plan_contents(
     device_memory: int | str | None = None,
     host_memory: int | str | None = None,
     untraced: str = "",
-) -> MemoryPlan:
-    """The memory plan of a run; for the other arguments see `trainkit.Trainer.plan`.
+) -> MemoryEstimate:
+    """The memory estimate of a run; for the other arguments see `trainkit.Trainer.plan`.
 
     Args:
         strategy: The run's strategy.
@@ -129,11 +129,11 @@ def plan_contents(
     host = _host_memory(host_memory)
     rows: list[Row] = []
     notes: list[str] = []
-    for held, number, own in _footprints(strategy, contents, sorted(set(processes)), notes):
+    for held, number, of_run in _footprints(strategy, contents, sorted(set(processes)), notes):
         each = min(number, per_host or number)
         first = 0 if late and held.shards_layers else start
-        rows.append(_row(held, number, each, on_cpu, device, host, first, own))
-    return MemoryPlan(
+        rows.append(_row(held, number, each, on_cpu, device, host, first, of_run))
+    return MemoryEstimate(
         rows=tuple(rows),
         precision=strategy.precision.name,
         parameters=sum(weight.numel for weight in contents.weights),
@@ -160,11 +160,11 @@ def _footprints(
 
     Args:
         strategy: The run's strategy.
-        contents: See `plan_contents`.
+        contents: See `estimate_contents`.
         processes: The numbers of processes, ascending.
         notes: Receives the reason for each strategy that cannot be used.
     """
-    for one, own in _candidates(strategy, notes):
+    for one, of_run in _candidates(strategy, notes):
         for number in processes:
             try:
                 held = one.footprint(contents, number)
@@ -173,16 +173,16 @@ def _footprints(
                 break
             if contents.profile and "backward" not in held.moments:
                 notes.append(f"{held.name}: activations are not included, because its footprint does not count them.")
-            if not _pointless(held.name, number) or (own and number == strategy.world_size):
-                yield held, number, own
+            if not _pointless(held.name, number) or (of_run and number == strategy.world_size):
+                yield held, number, of_run
 
 
-def _row(held: Footprint, number: int, each: int, on_cpu: bool, device: int | None, host: int, start: int, own: bool) -> Row:
+def _row(held: Footprint, number: int, each: int, on_cpu: bool, device: int | None, host: int, start: int, of_run: bool) -> Row:
     here = 0 if on_cpu else held.device.total
     there = each * (held.together.total if on_cpu else held.host.total)
     most = max(there, each * start)  # the module is built before it is sharded or moved
     fits = most <= host and (on_cpu or device is None or here <= device)
-    return Row(number, held, each, here, there, None if fits and not on_cpu and device is None else fits, own)
+    return Row(number, held, each, here, there, None if fits and not on_cpu and device is None else fits, of_run)
 
 
 def _candidates(strategy: Strategy, notes: list[str]) -> Iterator[tuple[Any, bool]]:
@@ -194,9 +194,9 @@ def _candidates(strategy: Strategy, notes: list[str]) -> Iterator[tuple[Any, boo
             supported = ", ".join(one.supported_precisions)
             notes.append(f"{_name_of(one)}: does not support {strategy.precision.name}; it supports {supported}.")
             continue
-        own = _name_of(one) == name
-        seen |= own
-        yield (strategy, True) if own else (one, False)
+        of_run = _name_of(one) == name
+        seen |= of_run
+        yield (strategy, True) if of_run else (one, False)
     if not seen:
         yield strategy, True
 
@@ -219,15 +219,15 @@ def _pointless(name: str, processes: int) -> bool:
     return processes > 1 if name == "single" else processes == 1 and " on " not in name
 
 
-def _device_memory(strategy: Strategy, given: int | str | None) -> int | None:
-    if given is not None:
-        return parse_bytes(str(given))
+def _device_memory(strategy: Strategy, amount: int | str | None) -> int | None:
+    if amount is not None:
+        return parse_bytes(str(amount))
     return torch.cuda.get_device_properties(strategy.device).total_memory if strategy.device.type == "cuda" else None
 
 
-def _host_memory(given: int | str | None) -> int:
-    if given is not None:
-        return parse_bytes(str(given))
+def _host_memory(amount: int | str | None) -> int:
+    if amount is not None:
+        return parse_bytes(str(amount))
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     raise ConfigurationError("the memory of this system is unknown. Write: host_memory='64G', or --host-memory 64G")
@@ -236,53 +236,53 @@ def _host_memory(given: int | str | None) -> int:
 # ---------------------------------------------------------------------------------------------------------- the table
 
 
-def _lines(plan: MemoryPlan) -> Iterator[str]:
-    scale, unit = _unit([row.footprint.together.total for row in plan.rows])
+def _lines(estimate: MemoryEstimate) -> Iterator[str]:
+    scale, unit = _unit([row.footprint.together.total for row in estimate.rows])
     yield (
-        f"{plan.parameters:,} parameters, {plan.trained:,} of them trainable, {plan.precision}. {unit} at the peak of an "
-        "optimizer step, after the first one:"
+        f"{estimate.parameters:,} parameters, {estimate.trained:,} of them trainable, {estimate.precision}. "
+        f"{unit} at the peak of an optimizer step, after the first one:"
     )
-    disk = any(row.footprint.disk for row in plan.rows)
-    here = ["a process"] if plan.on_cpu else ["a device", "+ host"]
-    heads = [*_parts(plan), *here, "a node", *(["NVMe"] if disk else []), "checkpoint"]
-    width = max([len(row.strategy) for row in plan.rows], default=0) + 2
-    last = "  fits" if any(row.fits is not None for row in plan.rows) else ""
+    disk = any(row.footprint.disk for row in estimate.rows)
+    here = ["a process"] if estimate.on_cpu else ["a device", "+ host"]
+    heads = [*_parts(estimate), *here, "a node", *(["NVMe"] if disk else []), "checkpoint"]
+    width = max([len(row.strategy) for row in estimate.rows], default=0) + 2
+    last = "  fits" if any(row.fits is not None for row in estimate.rows) else ""
     yield f"  {'strategy':<{width}}{'processes':>9}" + "".join(f"{head:>12}" for head in heads) + last
-    for row in plan.rows:
-        cells = "".join(f"{value / scale:>12.2f}" for value in _values(plan, row, disk))
+    for row in estimate.rows:
+        cells = "".join(f"{value / scale:>12.2f}" for value in _values(estimate, row, disk))
         mark = "*" if row.own else " "
-        verdict = "" if row.fits is None else "  yes" if row.fits else "  no"
-        yield f"{mark} {row.strategy:<{width}}{row.processes:>9}{cells}{verdict}"
-    yield from _below(plan, scale, unit)
+        fits = "" if row.fits is None else "  yes" if row.fits else "  no"
+        yield f"{mark} {row.strategy:<{width}}{row.processes:>9}{cells}{fits}"
+    yield from _below(estimate, scale, unit)
 
 
-def _parts(plan: MemoryPlan) -> list[str]:
+def _parts(estimate: MemoryEstimate) -> list[str]:
     """The columns of device memory by purpose."""
-    return [part.name for part in fields(Held) if part.name != "activations" or not plan.untraced]
+    return [part.name for part in fields(Held) if part.name != "activations" or not estimate.untraced]
 
 
-def _values(plan: MemoryPlan, row: Row, disk: bool) -> list[int]:
+def _values(estimate: MemoryEstimate, row: Row, disk: bool) -> list[int]:
     """The bytes in a row of the table, in the order of its columns."""
     footprint = row.footprint
-    held = footprint.together if plan.on_cpu else footprint.device
-    sums = [held.total] if plan.on_cpu else [held.total, footprint.host.total]
-    parts = [getattr(held, part) for part in _parts(plan)]
+    held = footprint.together if estimate.on_cpu else footprint.device
+    sums = [held.total] if estimate.on_cpu else [held.total, footprint.host.total]
+    parts = [getattr(held, part) for part in _parts(estimate)]
     return [*parts, *sums, row.host, *([footprint.disk] if disk else []), footprint.checkpoint]
 
 
-def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
-    if any(row.own for row in plan.rows):
+def _below(estimate: MemoryEstimate, scale: int, unit: str) -> Iterator[str]:
+    if any(row.own for row in estimate.rows):
         yield "* this Trainer's strategy, with its options; the others have their defaults."
-    if plan.on_cpu:
+    if estimate.on_cpu:
         yield "On the CPU, device and host share one memory: each column includes both. For a GPU write: --device-memory 80G"
     else:
         yield "The columns up to 'a device' are device memory; '+ host' is the host memory of the process."
-    first = "Each process except in stage 3" if plan.late else "Each process"
-    advice = "" if plan.late else " Stage 3 does not need this if configure_model builds the layers."
-    yield f"{first} starts with the whole module in host memory, {_size(plan.start)}, which must fit too.{advice}"
+    first = "Each process except in stage 3" if estimate.late else "Each process"
+    advice = "" if estimate.late else " Stage 3 does not need this if configure_model builds the layers."
+    yield f"{first} starts with the whole module in host memory, {_size(estimate.start)}, which must fit too.{advice}"
     yield "While a checkpoint is written in the background, each process keeps a copy of its part in host memory."
-    if plan.untraced:
-        yield f"Activations are not included: {plan.untraced}"
+    if estimate.untraced:
+        yield f"Activations are not included: {estimate.untraced}"
         yield f"Not included: activations and the batch, {_NOT_IN_IT}"
     else:
         yield (
@@ -290,15 +290,15 @@ def _below(plan: MemoryPlan, scale: int, unit: str) -> Iterator[str]:
             "is the optimizer step, there are none."
         )
         yield f"Not included: {_NOT_IN_IT}"
-    yield from plan.notes
-    limits = f"{_size(plan.host_memory)} a node"
-    if plan.on_cpu or plan.device_memory is not None:
-        limits = limits if plan.on_cpu else f"{_size(plan.device_memory or 0)} a device and {limits}"
-        smallest = plan.smallest
-        processes = "" if smallest is None else f", {counted(smallest.processes, 'process')}"
+    yield from estimate.notes
+    limits = f"{_size(estimate.host_memory)} a node"
+    if estimate.on_cpu or estimate.device_memory is not None:
+        limits = limits if estimate.on_cpu else f"{_size(estimate.device_memory or 0)} a device and {limits}"
+        smallest = estimate.smallest
+        processes = "" if smallest is None else f", {quantity(smallest.processes, 'process')}"
         yield f"Smallest that fits in {limits}: {_named(smallest)}{processes}"
-        for number in sorted({row.processes for row in plan.rows}):
-            yield f"  on {number:>3} process{'es' if number > 1 else '  '}  {_named(plan.smallest_on(number))}"
+        for number in sorted({row.processes for row in estimate.rows}):
+            yield f"  on {number:>3} process{'es' if number > 1 else '  '}  {_named(estimate.smallest_on(number))}"
     else:
         yield "There is no GPU, so it is unknown what fits. Write: --device-memory 80G, or plan(device_memory='80G')"
 

@@ -107,7 +107,7 @@ def _on_fake_tensors(
 
             def run(batch: Any, batch_idx: int, backward: Callable[..., None] = Tensor.backward) -> None:
                 copy.trainer._run.manual_backward = backward
-                outputs = precision.applied_to(copy.training_step)(batch, batch_idx)
+                outputs = precision.wrap_step(copy.training_step)(batch, batch_idx)
                 if not copy.automatic_optimization:
                     return
                 loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -191,13 +191,13 @@ class _LiveBytes(TorchDispatchMode):
     def profile(self, gradients: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
         """The pairs of `activation_profile`; `gradients` are those at the end."""
         kept = {self._numbers.get(id(gradient.untyped_storage())) for gradient in gradients}
-        found: dict[int, int] = {}  # bytes of gradients → most bytes of activations at that time
+        most_at: dict[int, int] = {}  # bytes of gradients → most bytes of activations at that time
         now = {True: 0, False: 0}
         for number, size in self._events:
             now[number in kept] += size
-            found[now[True]] = max(found.get(now[True], 0), now[False])
+            most_at[now[True]] = max(most_at.get(now[True], 0), now[False])
         pairs: list[tuple[int, int]] = []
-        for have, most in sorted(found.items(), reverse=True):  # fewer gradients count only with more activations
+        for have, most in sorted(most_at.items(), reverse=True):  # fewer gradients count only with more activations
             if not pairs or most > pairs[-1][0]:
                 pairs.append((most, have))
         return tuple(pairs)
@@ -215,7 +215,8 @@ class _WithoutRecomputation(TorchDispatchMode):
     def __init__(self, counter: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recomputed = 0
-        self._counter, self._in_backward = counter, False
+        self._counter = counter
+        self._in_backward = False
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """`loss.backward()`."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from trainkit.checks import choice, whole_number
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
-from trainkit.module.blocks import Choice, chosen_modules, described_modules, repeated_blocks
+from trainkit.module.blocks import Choice, describe_modules, find_repeated_blocks, select_modules
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -58,11 +58,11 @@ class CheckpointingChoice:
     every: int = 1
 
     def __str__(self) -> str:
-        modules = "the repeated blocks" if self.modules is None else _shown(self.modules)
-        return modules + (f", one in {self.every}" if self.every > 1 else "") + self.kept
+        modules = "the repeated blocks" if self.modules is None else _format_modules(self.modules)
+        return modules + (f", one in {self.every}" if self.every > 1 else "") + self.policy_note
 
     @property
-    def kept(self) -> str:
+    def policy_note(self) -> str:
         """What the policy keeps, for messages."""
         return "; matrix products, convolutions and attention are kept" if self.policy == "selective" else ""
 
@@ -72,19 +72,19 @@ class CheckpointingChoice:
         Raises:
             ConfigurationError: There are none, or one of them has no `forward`.
         """
-        found = repeated_blocks(model) if self.modules is None else chosen_modules(model, self.modules, _ARGUMENT)
-        if not found:
+        modules = find_repeated_blocks(model) if self.modules is None else select_modules(model, self.modules, _ARGUMENT)
+        if not modules:
             raise ConfigurationError(
                 f"{_ARGUMENT}: {type(model).__name__} has no repeated blocks, which are modules of one class in an "
                 f"nn.ModuleList or nn.Sequential. Name the modules to recompute: {_ARGUMENT}=Block, a class of yours"
             )
-        for name, module in found.items():
+        for name, module in modules.items():
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
                 raise ConfigurationError(
                     f"{_ARGUMENT}: {name} is a {type(module).__name__}, which has no forward to recompute. Choose the modules "
                     f"in it: {_ARGUMENT}={f'{name}.*'!r}"
                 )
-        return {name: found[name] for name in list(found)[:: self.every]}
+        return {name: modules[name] for name in list(modules)[:: self.every]}
 
 
 def checkpointing_choice(value: Any) -> CheckpointingChoice | None:
@@ -119,9 +119,9 @@ def _from_dict(value: Mapping[str, Any]) -> CheckpointingChoice:
     return CheckpointingChoice(modules, policy, whole_number(value.get("every", 1), f"{_ARGUMENT}['every']", 1))
 
 
-def _shown(modules: Any) -> str:
+def _format_modules(modules: Any) -> str:
     if isinstance(modules, list | tuple | set | frozenset):
-        return ", ".join(map(_shown, modules))
+        return ", ".join(map(_format_modules, modules))
     return str(getattr(modules, "__qualname__", modules))
 
 
@@ -158,9 +158,9 @@ class CheckpointedModules:
         self._undo: list[Callable[[], Any]] = []
 
     def __str__(self) -> str:
-        return described_modules(self.classes)
+        return describe_modules(self.classes)
 
-    def changed(self, modules: Mapping[str, nn.Module], undo: Callable[[], Any]) -> None:
+    def record(self, modules: Mapping[str, nn.Module], undo: Callable[[], Any]) -> None:
         """Record that the activations of these modules are recomputed until `undo` is called."""
         self.classes |= {name: type(module).__name__ for name, module in modules.items()}
         self._undo.append(undo)
@@ -196,9 +196,9 @@ def checkpoint_activations(model: nn.Module, chosen: CheckpointingChoice) -> Che
             if layers:
                 modules = {name: module for name, module in modules.items() if name not in layers}
                 _enable_in(part, set(layers.values()), policy)
-                result.changed(layers, partial(_disable_in, part))
+                result.record(layers, partial(_disable_in, part))
         for name, module in modules.items():
-            result.changed({name: module}, _recompute(module, policy))
+            result.record({name: module}, _recompute(module, policy))
     except BaseException:
         result.restore()
         raise
@@ -219,8 +219,10 @@ class _RecomputedForward:
     """
 
     def __init__(self, module: nn.Module, policy: _Policy | None) -> None:
-        update_wrapper(self, module.forward)  # with the signature
-        self._forward, self._policy, self._normalized = module.forward, policy, _normalized(module)
+        update_wrapper(self, module.forward)  # This also copies the signature.
+        self._forward = module.forward
+        self._policy = policy
+        self._normalized = _select_batchnorm(module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._forward
@@ -249,11 +251,11 @@ def _contexts(policy: _Policy | None, normalized: nn.Module | None) -> tuple[_Co
 
 def _is_traced() -> bool:
     """Whether the compiler traces this call. In torch 2.9 `is_compiling` misses passes in which operations are recorded."""
-    recording = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)  # there is no public function
+    recording = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL)  # There is no public function for it.
     return torch.compiler.is_compiling() or recording is not None
 
 
-def _normalized(module: nn.Module) -> nn.Module | None:
+def _select_batchnorm(module: nn.Module) -> nn.Module | None:
     """The module if BatchNorm layers are in it, which must not count a batch twice."""
     return module if any(isinstance(part, _BatchNorm) for part in module.modules()) else None
 
@@ -269,7 +271,9 @@ class _Recomputation:
     """
 
     def __init__(self, normalized: nn.Module | None, inner: _Context = _NULL) -> None:
-        self._states, self._normalized, self._inner = _host_states(), normalized, inner
+        self._states = _host_states()
+        self._normalized = normalized
+        self._inner = inner
 
     def __enter__(self) -> None:
         self._before, parts = _host_states(), () if self._normalized is None else self._normalized.modules()
@@ -356,7 +360,7 @@ def _enable_in(model: Any, layers: set[nn.Module], policy: _Policy | None) -> No
         )
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     with _hooks_of_inputs_kept(model):
-        enable({"use_reentrant": False, "context_fn": partial(_contexts, policy, _normalized(model))})
+        enable({"use_reentrant": False, "context_fn": partial(_contexts, policy, _select_batchnorm(model))})
     for part in model.modules():
         if _is_transformers_layer(part):
             part.gradient_checkpointing = part in layers

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 
-__all__ = ["Choice", "chosen_modules", "described_modules", "repeated_blocks"]
+__all__ = ["Choice", "describe_modules", "find_repeated_blocks", "select_modules"]
 
 Choice = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 """One way to name modules: a class or its name, a dotted name or pattern such as `"layers.*"`, or a function."""
@@ -22,24 +22,24 @@ Choice = str | type[nn.Module] | Callable[[str, nn.Module], bool]
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
-def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
+def find_repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The blocks of which a model has several, such as the layers of a transformer: dotted name → module.
 
     A model of `transformers` names the classes of its blocks in `_no_split_modules`. In other models, they are the modules
     with submodules of which an `nn.ModuleList`, `nn.Sequential` or `nn.ModuleDict` has two or more of the same class. Blocks
     inside of blocks do not count. A block that the model uses under several names has its first name.
     """
-    declared = _declared_classes(model)
-    found: dict[str, nn.Module] = {}
-    _collect(model, "", declared, found, set())
-    return found
+    declared = _block_classes(model)
+    blocks: dict[str, nn.Module] = {}
+    _collect(model, "", declared, blocks, set())
+    return blocks
 
 
-def _declared_classes(model: nn.Module) -> set[str]:
+def _block_classes(model: nn.Module) -> set[str]:
     return {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
 
 
-def _collect(module: nn.Module, path: str, declared: set[str], found: dict[str, nn.Module], seen: set[nn.Module]) -> None:
+def _collect(module: nn.Module, path: str, declared: set[str], blocks: dict[str, nn.Module], seen: set[nn.Module]) -> None:
     counts: Counter[type[nn.Module]] = Counter()
     if isinstance(module, _CONTAINERS):
         counts.update(type(child) for child in module.children() if _is_composite(child))
@@ -49,16 +49,16 @@ def _collect(module: nn.Module, path: str, declared: set[str], found: dict[str, 
         seen.add(child)
         inside = f"{path}.{name}" if path else name
         if type(child).__name__ in declared or (counts[type(child)] > 1 and not declared):
-            found[inside] = child
+            blocks[inside] = child
         else:
-            _collect(child, inside, declared, found, seen)
+            _collect(child, inside, declared, blocks, seen)
 
 
 def _is_composite(module: nn.Module) -> bool:
     return not isinstance(module, _CONTAINERS) and next(module.children(), None) is not None
 
 
-def chosen_modules(model: nn.Module, choice: Choice | Sequence[Choice], argument: str) -> dict[str, nn.Module]:
+def select_modules(model: nn.Module, choice: Choice | Sequence[Choice], argument: str) -> dict[str, nn.Module]:
     """The modules inside a model that a user has named: dotted name → module. The model itself is not among them.
 
     Args:
@@ -116,7 +116,7 @@ def _refuse_empty(inside: dict[str, nn.Module], choice: Any, model: nn.Module, a
     )
 
 
-def described_modules(classes: Mapping[str, str]) -> str:
+def describe_modules(classes: Mapping[str, str]) -> str:
     """Modules in words: "12 Block (layers.0, layers.1, ..., layers.11)".
 
     Args:

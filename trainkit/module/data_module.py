@@ -82,10 +82,10 @@ class DataModule(HyperparametersMixin, DataHooks):
             trainer.fit(module, datamodule=DataModule.from_datasets(train, val, batch_size=32))
             ```
         """
-        module = cls(**_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **datamodule_kwargs)
+        module = cls(**_select_accepted(cls, {"batch_size": batch_size, "num_workers": num_workers}), **datamodule_kwargs)
         load = partial(_loaders, batch_size=batch_size, num_workers=num_workers)
-        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
-        for stage, dataset in given.items():
+        datasets = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, dataset in datasets.items():
             if dataset is not None:
                 setattr(module, f"{stage}_dataloader", partial(load, dataset, shuffle=stage == "train"))
         return module
@@ -136,7 +136,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         """The sizes of the datasets of the loaders of a stage; "None" if they cannot be created yet."""
         try:
             loaders = list(leaves(getattr(self, name)()))
-        except Exception:  # not defined, or before setup(stage)
+        except Exception:  # It is not defined, or setup(stage) has not run yet.
             return "None"
         sizes = [f"size={_size(getattr(loader, 'dataset', loader))}" for loader in loaders]
         return " ; ".join(sizes if len(sizes) == 1 else [f"{number}. {size}" for number, size in enumerate(sizes, 1)])
@@ -145,7 +145,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         return {**self.__dict__, "trainer": None}
 
 
-def _accepted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+def _select_accepted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
     """Those of the options that `__init__` has as arguments, or all if it takes any."""
     known = inspect.signature(cls).parameters
     takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())

@@ -146,19 +146,19 @@ def _build(cls: type[B], state: Mapping[str, Any], key: str, trust: Trust, overr
     class_path = state.get(f"{key}_class")
     if class_path is None:
         return cls(**_arguments(cls, state, key, overrides, path))
-    kind = _saved_class(cls, class_path, trust, path)
+    kind = _find_saved_class(cls, class_path, trust, path)
     arguments = _arguments(kind, state, key, overrides, path)
     saved = {name: value for name, value in arguments.items() if name not in overrides}
     passed = {name: value for name, value in arguments.items() if name in overrides}
     return cast(B, load(_FROM_CONFIG)(kind, class_path, saved, passed, trust, path))
 
 
-def _saved_class(cls: type[B], class_path: Any, trust: Trust, path: str) -> type[B]:
+def _find_saved_class(cls: type[B], class_path: Any, trust: Trust, path: str) -> type[B]:
     """The class that was saved: `cls`, or a subclass that is trusted."""
     if not isinstance(class_path, str):
         raise CorruptCheckpointError(f"{path}: state.json names no class, but {class_path!r:.100}")
     name = class_path.rpartition(".")[2]
-    if name in (one.__name__ for one in cls.__mro__):  # of a script that ran as __main__, or cls is a subclass of it
+    if name in (one.__name__ for one in cls.__mro__):  # The script ran as __main__, or cls is a subclass.
         return cls
     saved = trust.find(class_path)
     if isinstance(saved, type) and issubclass(saved, cls):
@@ -218,7 +218,7 @@ def _literal(value: Any) -> Any:
     if isinstance(value, list):
         return [_literal(item) for item in value]
     if isinstance(value, str) and ":" in value:
-        return re.sub(r"(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", value)
+        return re.sub(r"(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", value)
     return value
 
 
@@ -284,23 +284,23 @@ class NamedValues(tuple[Any, ...]):
 
 def annotations_of(kind: type) -> dict[str, Any]:
     """The annotations of the arguments of `__init__`, also those of base classes; without those that name nothing."""
-    found: dict[str, Any] = {}
+    annotations: dict[str, Any] = {}
     for one in reversed(kind.__mro__):
         if (init := vars(one).get("__init__")) is not None and hasattr(init, "__annotations__"):
             if init not in _annotations:
                 _annotations[init] = _evaluate(init.__annotations__, getattr(init, "__globals__", {}))
-            found.update(_annotations[init])
-    return found
+            annotations.update(_annotations[init])
+    return annotations
 
 
 def _evaluate(annotations: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    evaluated = {}
     for name, annotation in annotations.items():
         try:
-            found.update(get_type_hints(SimpleNamespace(__annotations__={name: annotation}), names))
+            evaluated.update(get_type_hints(SimpleNamespace(__annotations__={name: annotation}), names))
         except Exception:  # a name that only type checkers know
             continue
-    return found
+    return evaluated
 
 
 def with_members(value: Any, annotation: Any, default: Any = None) -> Any:
@@ -318,7 +318,7 @@ def with_members(value: Any, annotation: Any, default: Any = None) -> Any:
         if isclass(kind) and issubclass(kind, Enum) and (type(value) not in kinds or issubclass(kind, type(value))):
             try:
                 return kind(value)
-            except (TypeError, ValueError):  # of another alternative
+            except (TypeError, ValueError):  # The value may be meant for another alternative.
                 continue
     if type(value) is dict:
         return _members_in(value, kinds, default)
@@ -429,7 +429,10 @@ class Trust:
             CheckpointError: A module of a trusted package cannot be imported.
         """
         prefixes = [prefix for prefix in self._prefixes if isinstance(path, str) and path.startswith(prefix)]
-        if not isinstance(path, str) or not prefixes or not all(map(str.isidentifier, names := path.split("."))):
+        if not isinstance(path, str) or not prefixes:
+            return None
+        names = path.split(".")
+        if not all(map(str.isidentifier, names)):
             return None
         try:
             module, rest = _module(names)
@@ -438,12 +441,12 @@ class Trust:
                 f"the checkpoint names {path:.200}, which trust= covers, and its module cannot be imported: {error}. Expected "
                 "an installed package. Fix: install it, or pass the argument to load_from_checkpoint"
             ) from error
-        found = _attribute(module, rest)
-        home = getattr(found, "__module__", None)
-        if not (inspect.isclass(found) or inspect.isroutine(found)) or not isinstance(home, str):
+        target = _attribute(module, rest)
+        home = getattr(target, "__module__", None)
+        if not (inspect.isclass(target) or inspect.isroutine(target)) or not isinstance(home, str):
             return None
-        defined = _attribute(sys.modules.get(home), found.__qualname__.split("."))
-        return found if defined is found and any(f"{home}.".startswith(prefix) for prefix in prefixes) else None
+        defined = _attribute(sys.modules.get(home), target.__qualname__.split("."))
+        return target if defined is target and any(f"{home}.".startswith(prefix) for prefix in prefixes) else None
 
 
 def _is_prefix(value: object) -> bool:

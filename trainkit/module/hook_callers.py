@@ -15,14 +15,14 @@ from typing import Any
 
 from trainkit.console import is_library_frame
 
-__all__ = ["called_by_itself", "callers_elsewhere"]
+__all__ = ["callers_elsewhere", "find_self_calls"]
 
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
-_KNOWN = ("self", "cls", "trainer", ".trainer")  # a trainer has `val_dataloaders`; `called_by_itself` reads `self`
-_INNER = ("__func__", "__wrapped__", "fget", "fset", "fdel", "func")  # of static and decorated methods and properties
+_RECEIVERS = ("self", "cls", "trainer", ".trainer")  # a trainer has `val_dataloaders`; `find_self_calls` reads `self`
+_INNER = ("__func__", "__wrapped__", "fget", "fset", "fdel", "func")  # Static and decorated methods and properties have these.
 
 
-def called_by_itself(members: Iterable[Mapping[str, Any]], names: Collection[str]) -> set[str]:
+def find_self_calls(members: Iterable[Mapping[str, Any]], names: Collection[str]) -> set[str]:
     """Those of the methods that other methods of the class name, as `self.name`, `super().name` or with `getattr`.
 
     Args:
@@ -30,11 +30,11 @@ def called_by_itself(members: Iterable[Mapping[str, Any]], names: Collection[str
         names: The methods. One that only another of them names counts only if that one is called.
     """
     named: dict[str, set[str]] = {}  # method → the methods that its code names
-    for own in members:
-        for method, member in own.items():
+    for namespace in members:
+        for method, member in namespace.items():
             for code in _codes_of(member):
                 receiver = code.co_varnames[0] if code.co_argcount else ""
-                named.setdefault(method, set()).update(_named_on(code, receiver))
+                named.setdefault(method, set()).update(_find_names_on(code, receiver))
     called: set[str] = set()
     callers = set(named) - set(names)
     while callers:
@@ -53,16 +53,16 @@ def callers_elsewhere(classes: Iterable[type], names: Collection[str]) -> dict[s
         classes: The user's classes.
         names: The methods.
     """
-    found: dict[str, str] = {}
+    callers: dict[str, str] = {}
     if not names:
-        return found
+        return callers
     for code in (*_running(), *_modules_near([cls.__module__ for cls in classes])):
-        for inner in _nested(code):
+        for inner in _walk_code(code):
             if inner.co_name not in names and set(names) & set(inner.co_names):
                 for of, name in _attributes(inner):
-                    if name in names and of not in _KNOWN:
-                        found.setdefault(name, f"{inner.co_name} in {os.path.basename(inner.co_filename)}")
-    return found
+                    if name in names and of not in _RECEIVERS:
+                        callers.setdefault(name, f"{inner.co_name} in {os.path.basename(inner.co_filename)}")
+    return callers
 
 
 def _codes_of(member: Any) -> Iterator[CodeType]:
@@ -73,7 +73,8 @@ def _codes_of(member: Any) -> Iterator[CodeType]:
         if id(part) in seen or isinstance(part, type):
             continue
         seen.add(id(part))
-        if isinstance(code := getattr(part, "__code__", None), CodeType):
+        code = getattr(part, "__code__", None)
+        if isinstance(code, CodeType):
             yield code
             waiting += [cell.cell_contents for cell in part.__closure__ or () if _is_filled(cell)]
         if code is not None or isinstance(part, staticmethod | classmethod | property) or hasattr(type(part), "__get__"):
@@ -87,22 +88,22 @@ def _is_filled(cell: Any) -> bool:
         return False
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def _walk_code(code: CodeType) -> Iterator[CodeType]:
     """A code and that of the functions and classes in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from _walk_code(constant)
 
 
-def _named_on(code: CodeType, receiver: str) -> set[str]:
+def _find_names_on(code: CodeType, receiver: str) -> set[str]:
     """The attributes of `receiver`, the first argument, that a function and what is defined in it name."""
     names = {name for of, name in _attributes(code) if of == "super()" or (receiver and of == receiver)}
     if "getattr" in code.co_names:
         names |= {constant for constant in code.co_consts if isinstance(constant, str)}
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            names |= _named_on(inner, receiver if receiver in inner.co_freevars else "")
+            names |= _find_names_on(inner, receiver if receiver in inner.co_freevars else "")
     return names
 
 
@@ -119,11 +120,11 @@ def _attributes(code: CodeType) -> Iterator[tuple[str, str]]:
             yield "super()", one.argval
         elif one.opname in _ATTRIBUTES:
             called = before is not None and before.opname.startswith("CALL")
-            yield "super()" if called and "super" in code.co_names else _loaded(before), one.argval
+            yield "super()" if called and "super" in code.co_names else _read_load(before), one.argval
         before = one
 
 
-def _loaded(instruction: Any) -> str:
+def _read_load(instruction: Any) -> str:
     """What an instruction loads, as `_attributes` names it; the last one if it loads two, or stores one and loads one."""
     if instruction is None or "LOAD_" not in instruction.opname or instruction.opname == "LOAD_CONST":
         return ""

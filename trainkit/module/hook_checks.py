@@ -3,17 +3,70 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainkit.callback import Callback
 from trainkit.console import warn
 from trainkit.errors import HookError
-from trainkit.module.hook_callers import called_by_itself, callers_elsewhere
-from trainkit.module.hook_names import DATA_METHODS, HOOKS, MODULE_METHODS, REMOVED, STATE_METHODS, STEPS, WARNED
+from trainkit.module.hook_callers import callers_elsewhere, find_self_calls
+from trainkit.module.hook_table import DATA_METHODS, HOOKS, MODULE_METHODS, STATE_METHODS, STEPS, accepts
 from trainkit.module.overridable_hooks import is_overridden
 
-__all__ = ["accepts", "check_callback", "check_datamodule", "check_module", "check_names"]
+__all__ = ["REMOVED", "WARNED", "check_callback", "check_datamodule", "check_module", "check_names"]
+
+# Methods that Lightning (in this or earlier versions), Keras or the Hugging Face Trainer calls and trainkit does not → what to
+# use instead.
+REMOVED: dict[str, str] = {
+    "training_epoch_end": "on_train_epoch_end (keep what you need of the outputs in an attribute)",
+    "validation_epoch_end": "on_validation_epoch_end (keep what you need of the outputs in an attribute)",
+    "test_epoch_end": "on_test_epoch_end (keep what you need of the outputs in an attribute)",
+    "training_step_end": "training_step: the gradient is already the mean over all processes",
+    "validation_step_end": "validation_step",
+    "test_step_end": "test_step",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_init_start": "setup",
+    "on_init_end": "setup",
+    "on_pretrain_routine_start": "on_fit_start",
+    "on_pretrain_routine_end": "on_fit_start",
+    "on_keyboard_interrupt": "on_exception",
+    "on_before_accelerator_backend_setup": "setup",
+    "on_configure_sharded_model": "configure_model of the module",
+    "configure_sharded_model": "configure_model",
+    "on_train_dataloader": "train_dataloader",
+    "on_val_dataloader": "val_dataloader",
+    "on_test_dataloader": "test_dataloader",
+    "on_predict_dataloader": "predict_dataloader",
+    "on_post_move_to_device": "on_fit_start: tied parameters stay tied",
+    "on_hpc_save": "on_save_checkpoint",
+    "on_hpc_load": "on_load_checkpoint",
+    "on_validation_model_zero_grad": "on_validation_start: validation does not change the gradients",
+    "on_batch_begin": "on_train_batch_start",
+    "on_epoch_begin": "on_train_epoch_start",
+    "on_evaluate": "on_validation_end",
+    "on_optimizer_step": "on_before_zero_grad",
+    "on_predict": "on_predict_end",
+    "on_predict_batch_begin": "on_predict_batch_start",
+    "on_predict_begin": "on_predict_start",
+    "on_pre_optimizer_step": "on_before_optimizer_step",
+    "on_save": "on_save_checkpoint",
+    "on_step_begin": "on_train_batch_start",
+    "on_step_end": "on_train_batch_end",
+    "on_test_batch_begin": "on_test_batch_start",
+    "on_test_begin": "on_test_start",
+    "on_train_batch_begin": "on_train_batch_start",
+    "on_train_begin": "on_train_start",
+    "get_progress_bar_dict": "self.log(name, value, prog_bar=True)",
+    "tbptt_split_batch": "a loop over the parts of the sequence under manual optimization",
+}
+
+# Hooks in REMOVED with a name that users may also give to their own methods cause a warning. The others raise an error, because
+# without them a run would train or restore something other than the user means.
+_ERRORS_AMONG_HOOKS = ("on_configure_sharded_model", "on_hpc_load", "on_hpc_save", "on_post_move_to_device")
+WARNED: frozenset[str] = frozenset(name for name in REMOVED if name.startswith("on_") and name not in _ERRORS_AMONG_HOOKS)
 
 
 def check_names(owner: object, base: type, known: Iterable[str]) -> None:
@@ -32,11 +85,11 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     """
     classes = [cls for cls in type(owner).__mro__ if cls is not base and not cls.__module__.startswith(("trainkit.", "torch."))]
     places: list[tuple[str, Mapping[str, Any]]] = [(cls.__name__, vars(cls)) for cls in classes]
-    places.append((type(owner).__name__, vars(owner)))  # what is assigned on the object
-    refused = _refused(places, base, tuple(known))
+    places.append((type(owner).__name__, vars(owner)))  # Hooks may also be assigned on the object.
+    refused = _find_refused(places, base, tuple(known))
     if not refused:
         return
-    called = called_by_itself([members for _, members in places], refused)
+    called = find_self_calls([members for _, members in places], refused)
     left = {name: problem for name, problem in refused.items() if name not in called}
     callers = callers_elsewhere(classes, left)
     for name, problem in left.items():
@@ -48,7 +101,7 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
         )
 
 
-def _refused(places: Iterable[tuple[str, Mapping[str, Any]]], base: type, known: tuple[str, ...]) -> dict[str, str]:
+def _find_refused(places: Iterable[tuple[str, Mapping[str, Any]]], base: type, known: tuple[str, ...]) -> dict[str, str]:
     """The methods that look like a hook, each with what is wrong; those in `WARNED` are a warning instead."""
     refused: dict[str, str] = {}
     for place, members in places:
@@ -76,7 +129,8 @@ def _problem(name: str, where: str, known: tuple[str, ...]) -> str | None:
             f"def {name}(self, trainer, module, ...), and Trainer(callbacks=[Mine()])"
         )
     for candidate in known:
-        if _edits(name, candidate, allowed := 2 if len(candidate) > 10 else 1) <= allowed:
+        allowed = 2 if len(candidate) > 10 else 1
+        if _edits(name, candidate, allowed) <= allowed:
             return (
                 f"{where} is never called: no hook has that name. Did you mean {candidate!r}? "
                 "If it is your own method, rename it so that the names differ more."
@@ -154,20 +208,9 @@ def _check_signatures(owner: object, base: type, methods: Mapping[str, tuple[str
 def _not_callable(owner: object, name: str, arguments: tuple[str, ...]) -> HookError:
     assigned = name in vars(owner)  # a function that does not get the object
     received = inspect.signature(getattr(owner if assigned else type(owner), name))
-    several = "optimizer_idx" in received.parameters
+    old_style = "optimizer_idx" in received.parameters
     return HookError(
         f"{type(owner).__name__}.{name} cannot be called. Expected: "
         f"def {name}({', '.join(arguments if assigned else ('self', *arguments))}); received: def {name}{received}"
-        + ("; for several optimizers use manual optimization: self.automatic_optimization = False" if several else "")
+        + ("; for several optimizers use manual optimization: self.automatic_optimization = False" if old_style else "")
     )
-
-
-def accepts(method: Callable[..., Any], count: int) -> bool:
-    """Whether a method can be called with `count` positional arguments."""
-    try:
-        inspect.signature(method).bind(*(None,) * count)
-    except TypeError:
-        return False
-    except ValueError:  # a callable without a readable signature
-        return True
-    return True

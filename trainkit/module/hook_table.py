@@ -1,23 +1,54 @@
-"""`HookTable`: which object overrides which hook, determined once per run.
+"""The names and arguments of all hooks and other methods that users override, and `HookTable`: which object overrides which.
 
-A call in the loop is `for hook in hooks.on_train_batch_end: hook(...)` over a tuple of bound methods, with only those
-callbacks that override the hook.
+The table is made once per run. A call in the loop is `for hook in hooks.on_train_batch_end: hook(...)` over a tuple of bound
+methods, with only those callbacks that override the hook.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainkit.callback import Callback
 from trainkit.errors import HookError
-from trainkit.module.hook_checks import accepts
-from trainkit.module.hook_names import HOOKS
-from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.overridable_hooks import DataHooks, ModuleHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 
-__all__ = ["HookTable"]
+__all__ = ["DATA_METHODS", "HOOKS", "MODULE_METHODS", "STATE_METHODS", "STEPS", "HookTable", "accepts"]
+
+
+def _arguments(owner: type, names: Iterable[str], skipped: int = 1) -> dict[str, tuple[str, ...]]:
+    """Method → names of its arguments, without the first ones."""
+    fixed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY)
+    signatures = {name: inspect.signature(getattr(owner, name)).parameters.values() for name in names}
+    return {name: tuple(one.name for one in params if one.kind in fixed)[skipped:] for name, params in signatures.items()}
+
+
+def _methods(owner: type) -> list[str]:
+    """The public methods that a class itself defines."""
+    return [name for name, member in vars(owner).items() if inspect.isfunction(member) and not name.startswith("_")]
+
+
+_SETUP = ("setup", "teardown")
+
+# Hook → names of the arguments after (trainer, module). The module's own hooks take the same without these two.
+HOOKS = _arguments(Callback, [name for name in _methods(Callback) if name.startswith("on_") or name in _SETUP], skipped=3)
+
+# Method → names of its arguments, of callbacks, of data modules and modules, and of modules only.
+STATE_METHODS = _arguments(Callback, ["state_dict", "load_state_dict"])
+DATA_METHODS = _arguments(DataHooks, [name for name in _methods(DataHooks) if name not in _SETUP])
+MODULE_METHODS = {
+    **DATA_METHODS,
+    **_arguments(ModuleHooks, [name for name in _methods(ModuleHooks) if name not in HOOKS]),
+    **_arguments(TrainModule, ["configure_optimizers", "configure_gradient_clipping"]),
+}
+# A step may omit arguments from the right.
+STEPS: dict[str, tuple[str, ...]] = {
+    "training_step": ("batch", "batch_idx"),
+    **{f"{stage}_step": ("batch", "batch_idx", "dataloader_idx") for stage in ("validation", "test", "predict")},
+}
 
 
 class HookTable:
@@ -76,7 +107,8 @@ class HookTable:
     def nothing(cls) -> HookTable:
         """An empty table, for a run whose callbacks are not known yet."""
         table = cls.__new__(cls)
-        table.owners, table.early = dict.fromkeys(HOOKS, ()), set()
+        table.owners = dict.fromkeys(HOOKS, ())
+        table.early = set()
         for name in HOOKS:
             setattr(table, name, ())
         return table
@@ -108,5 +140,16 @@ def _entry(
                 f"{type(owner).__name__}.{name} must take dataloader_idx, because there are several loaders: "
                 f"def {name}(self, {', '.join(arguments)})"
             )
-        return lambda *given: method(*given[:-1])
+        return lambda *values: method(*values[:-1])
     return method
+
+
+def accepts(method: Callable[..., Any], count: int) -> bool:
+    """Whether a method can be called with `count` positional arguments."""
+    try:
+        inspect.signature(method).bind(*(None,) * count)
+    except TypeError:
+        return False
+    except ValueError:  # a callable without a readable signature
+        return True
+    return True

@@ -26,8 +26,8 @@ __all__ = [
     "HyperParameters",
     "HyperparametersMixin",
     "StorableHyperParameters",
-    "configured",
     "omegaconf_names",
+    "use_configured_values",
 ]
 
 
@@ -47,7 +47,7 @@ _configuration: ContextVar[_Configuration | None] = ContextVar("configuration", 
 
 
 @contextmanager
-def configured(kind: type, class_path: str, values: Mapping[str, Any]) -> Iterator[None]:
+def use_configured_values(kind: type, class_path: str, values: Mapping[str, Any]) -> Iterator[None]:
     """Within it, `save_hyperparameters` of an object of a class saves these values instead of the arguments of `__init__`.
 
     An argument that is an object, which a checkpoint cannot store, is a class path and its arguments in a configuration.
@@ -204,7 +204,7 @@ def _as_mapping(value: Any) -> dict[str, Any]:
         except Exception:
             if not is_omegaconf(value):
                 raise
-            return dict(plain_container(value))  # with missing values or unresolved interpolations
+            return dict(plain_container(value))  # Some values are missing or have unresolved interpolations.
     raise _not_arguments(value)
 
 
@@ -213,7 +213,7 @@ def _copy_containers(value: Any, depth: int = 0) -> Any:
     if depth > _MAX_COPY_DEPTH:
         return value
     if isinstance(value, dict):
-        entries = copy.copy(value)  # of the same class
+        entries = copy.copy(value)  # The copy has the same class.
         for key, item in value.items():
             entries[key] = _copy_containers(item, depth + 1)
         return entries

@@ -304,10 +304,10 @@ class ModuleHooks(DataHooks):
             scheduler.step(metric)
 
 
-def find_source(method: str, given: Any, datamodule: Any, module: Any) -> Any:
+def find_source(method: str, argument: Any, datamodule: Any, module: Any) -> Any:
     """The loader of a stage, or `None`: the argument, else what `method` of the data module or the module returns."""
-    if given is not None:
-        return given
+    if argument is not None:
+        return argument
     for owner in (datamodule, module):
         if owner is not None and is_overridden(owner, method, DataHooks):
             return getattr(owner, method)()

@@ -76,7 +76,7 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
     if TYPE_CHECKING:
         _trainer: Trainer | None
     else:
-        _trainer = None  # without an annotation, which torch.jit.script could not resolve
+        _trainer = None  # torch.jit.script could not resolve an annotation.
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | Mapping[str, Any] | None:
         """Return the **mean** loss over the batch, a scalar; or a dict with it under `"loss"`.
@@ -314,13 +314,13 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
         engine.clip_grad_value_(parameters, value)
         return None
 
-    def _clip_argument(self, name: str, given: Any) -> Any:
+    def _clip_argument(self, name: str, value: Any) -> Any:
         """What `clip_gradients` uses: the argument, which must not contradict that of the trainer, or that of the trainer."""
         of_trainer = getattr(self.trainer, name)
-        if given is None or of_trainer is None or given == of_trainer:
-            return of_trainer if given is None else given
+        if value is None or of_trainer is None or value == of_trainer:
+            return of_trainer if value is None else value
         raise ConfigurationError(
-            f"Trainer({name}={of_trainer!r}) and clip_gradients({name}={given!r}) are both given, and differ. Give one of them."
+            f"Trainer({name}={of_trainer!r}) and clip_gradients({name}={value!r}) are both given, and differ. Give one of them."
         )
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:

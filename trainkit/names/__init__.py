@@ -167,14 +167,8 @@ def refuse_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str])
 
 def _with_value(fix: str, name: str, value: Any) -> str:
     """The advice with the user's value in it, if the value means the same there."""
-    if name == "gpus" and value == 0:
-        return "use accelerator='cpu'"
     kinds = table("lightning")["carried"].get(name, [])
-    if type(value) is int and kinds == ["float"]:
-        value = float(value)  # a fraction: as an integer it would be a number of batches
-    if type(value).__name__ not in kinds or (isinstance(value, list) and not all(isinstance(item, int) for item in value)):
-        return fix
-    return fix.replace("...", repr(value), 1)
+    return fix.replace("...", repr(value), 1) if type(value).__name__ in kinds else fix
 
 
 def _is_default(name: str, value: Any) -> bool:

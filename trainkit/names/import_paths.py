@@ -42,8 +42,8 @@ class LightningModules(MetaPathFinder, Loader):
         def get(name: str) -> Any:
             home = None if name.startswith("__") else home_of(where, name)
             if home is None or home == where:
-                if (found := submodule(vars(module), name)) is not None:
-                    return found
+                if (child := submodule(vars(module), name)) is not None:
+                    return child
                 raise absent(where, name, ())
             return getattr(import_module(home), name)
 

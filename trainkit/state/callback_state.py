@@ -35,7 +35,7 @@ def logger_states(loggers: Iterable[Logger]) -> list[dict[str, Any]]:
 def _state_or_error(logger: Logger) -> dict[str, Any] | OSError:
     try:
         return logger.state_dict()
-    except OSError as error:  # on one rank, in the middle of what all do: too many open files, a disk that fails
+    except OSError as error:  # It may fail on one rank only: too many open files, a disk that fails.
         return error
 
 
@@ -55,7 +55,7 @@ def callbacks_by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 def readable_key(key: str) -> str:
     """The `state_key` of a callback as code: `EarlyStopping{'monitor': 'x'}` → `EarlyStopping(monitor='x')`.
 
-    Options that are off (`None` or 0) are left out, and so is the mode if there is no monitor. Other keys stay as they are.
+    Options that are off (`None` or 0) are skipped, and so is the mode if there is no monitor. Other keys stay as they are.
     """
     name, brace, _ = key.partition("{")
     try:

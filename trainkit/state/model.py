@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainkit.checkpoint.tensor_file import memory_key
-from trainkit.console import counted, shortened
+from trainkit.checkpoint.tensor_file import memory_key, split_tied
+from trainkit.console import join_names, quantity
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
 from trainkit.optim.parameter_names import clean_paths, without_checkpoint_wrapper
 from trainkit.state.pretrained import model_configs
 from trainkit.state.saved_values import castable, copy_value, same_bits
 from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
-__all__ = ["ModelState", "capture_model", "frozen_fingerprint", "plan_model"]
+__all__ = ["ModelState", "capture_model", "fingerprint_frozen", "plan_model"]
 
 
 _EXTRA = "_extra_state"
@@ -65,7 +65,7 @@ def capture_model(
     Args:
         module: The module; may be compiled or wrapped.
         save: `"trainable"`: only the parameters that require a gradient, and the buffers.
-        fingerprint: For `"trainable"`, the result of `frozen_fingerprint` for the parameters that are frozen now;
+        fingerprint: For `"trainable"`, the result of `fingerprint_frozen` for the parameters that are frozen now;
             `None`: compute it.
         placeholders: `id(parameter)` → the tensor to store instead: a master copy, or a sharded tensor.
 
@@ -80,9 +80,9 @@ def capture_model(
     state = ModelState(trained={n: p.requires_grad for n, p in _parameters(module).items()}, configs=model_configs(module))
     frozen: set[str] = set()
     if save == "trainable":
-        state.fingerprint = frozen_fingerprint(module, placeholders) if fingerprint is None else fingerprint
-        frozen = _frozen(state)
-    first: dict[Any, str] = {}
+        state.fingerprint = fingerprint_frozen(module, placeholders) if fingerprint is None else fingerprint
+        frozen = _find_frozen(state)
+    tensors: dict[str, Tensor] = {}
     for raw_name, value in raw.items():
         name = names[raw_name]
         if frozen and _belongs_to(name, frozen):
@@ -90,12 +90,8 @@ def capture_model(
         if _is_extra(name, value):
             state.extra[name] = value
         elif not is_lazy(value):
-            tensor = value.detach().resolve_conj().resolve_neg()
-            stored = first.setdefault(memory_key(tensor), name)
-            if stored == name:
-                state.tensors[name] = tensor
-            else:
-                state.aliases[name] = stored
+            tensors[name] = value.detach().resolve_conj().resolve_neg()
+    state.tensors, state.aliases = split_tied(tensors)
     return state
 
 
@@ -142,7 +138,7 @@ def plan_model(
     comparison = _Comparison(sources, state, strict)
     comparison.compare(module, raw, names)
     if state.fingerprint is not None and not comparison.complaints():
-        _check_base(parameters, _frozen(state), state.fingerprint, what, placeholders)
+        _check_base(parameters, _find_frozen(state), state.fingerprint, what, placeholders)
     if comparison.complaints():
         raise comparison.error(f"{what} does not fit {type(module).__name__}")
 
@@ -190,7 +186,7 @@ def _with_placeholders(module: nn.Module, placeholders: Mapping[int, Tensor] | N
     return raw
 
 
-def frozen_fingerprint(module: nn.Module, placeholders: Mapping[int, Tensor] | None = None) -> str:
+def fingerprint_frozen(module: nn.Module, placeholders: Mapping[int, Tensor] | None = None) -> str:
     """SHA-256 over names, dtypes, shapes and bytes of the parameters that do not require a gradient, as 64 hex digits.
 
     Compute it again when other parameters are frozen. It reads all frozen parameters, at about a gigabyte per second.
@@ -205,7 +201,7 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameters[raw] for raw, name in clean_paths(module, parameters).items()}
 
 
-def _frozen(state: ModelState) -> set[str]:
+def _find_frozen(state: ModelState) -> set[str]:
     return {name for name, trained in state.trained.items() if not trained}
 
 
@@ -312,9 +308,9 @@ def _can_fail(module: nn.Module) -> bool:
     """Whether `load_state_dict` calls code other than torch's, whose failures cannot be predicted."""
     for part in module.modules():
         kind = type(part)
-        own = (kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state)
+        methods = (kind.load_state_dict, kind._load_from_state_dict, kind.set_extra_state)
         hooks = (*part._load_state_dict_pre_hooks.values(), *part._load_state_dict_post_hooks.values())
-        for function in (*own, *(getattr(hook, "hook", hook) for hook in hooks)):
+        for function in (*methods, *(getattr(hook, "hook", hook) for hook in hooks)):
             if (getattr(function, "__module__", None) or "").partition(".")[0] != "torch":
                 return True
     return False
@@ -325,11 +321,11 @@ def _restore_backup(module: nn.Module, backup: Mapping[str, tuple[Any, Any]]) ->
         for value, copy in backup.values():
             if isinstance(value, Tensor) and copy is not None:
                 value.copy_(copy)
-    parts = dict(module.named_modules(remove_duplicate=False))
+    modules = dict(module.named_modules(remove_duplicate=False))
     for name, (_, copy) in backup.items():
         path, _, last = name.rpartition(".")
-        if last == _EXTRA and path in parts:
-            parts[path].set_extra_state(copy)
+        if last == _EXTRA and path in modules:
+            modules[path].set_extra_state(copy)
 
 
 def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, bool]) -> list[str]:
@@ -343,7 +339,7 @@ def _set_trained(parameters: Mapping[str, nn.Parameter], trained: Mapping[str, b
             changed[saved] += 1
             seen.add(id(parameter))
     return [
-        f"requires_grad of {counted(count, 'parameter', 'parameters')} was set to {saved}, as in the checkpoint"
+        f"requires_grad of {quantity(count, 'parameter', 'parameters')} was set to {saved}, as in the checkpoint"
         for saved, count in changed.items()
     ]
 
@@ -369,7 +365,7 @@ class _Comparison:
         self._sources = sources
         self._state = state
         self._strict = strict
-        self._not_stored = set() if state.fingerprint is None else _frozen(state)
+        self._not_stored = set() if state.fingerprint is None else _find_frozen(state)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._problems: list[str] = []
@@ -413,7 +409,7 @@ class _Comparison:
         if not self._fits(name, target, source):
             return
         self._pairs.append((name, target, source))
-        dense = _narrowed(target)
+        dense = _narrow(target)
         if dense is target:
             self.values[raw_name] = source
         else:
@@ -463,7 +459,7 @@ class _Comparison:
                 if target.is_floating_point() and not target.is_meta and not _all_finite(target) and _all_finite(source):
                     overflowed.append(name)
         for (before, after), count in casts.items():
-            notices.append(f"{counted(count, 'tensor was', 'tensors were')} cast from {_dtype(before)} to {_dtype(after)}")
+            notices.append(f"{quantity(count, 'tensor was', 'tensors were')} cast from {_dtype(before)} to {_dtype(after)}")
         if overflowed:
             notices.append(f"values outside the range of the model's dtype became infinite or NaN in: {', '.join(overflowed)}")
         if self._missing:
@@ -504,7 +500,7 @@ class _Comparison:
         with torch.no_grad():
             trial = [
                 torch.empty(0, dtype=t.dtype, device=t.device).set_(memory, t.storage_offset(), t.shape, t.stride())
-                for t in (_narrowed(target) for _, target, _ in group)
+                for t in (_narrow(target) for _, target, _ in group)
             ]
             sources = [source.as_strided(t.shape, source.stride()) for t, (_, _, source) in zip(trial, group, strict=True)]
             for target, source in zip(trial, sources, strict=True):
@@ -517,7 +513,7 @@ class _Comparison:
             self._problems.append(f"{names} share memory in the model, but the checkpoint has different values for them")
 
 
-def _narrowed(tensor: Tensor) -> Tensor:
+def _narrow(tensor: Tensor) -> Tensor:
     """The tensor without the repetitions of expanded dimensions; the tensor itself if there are none."""
     shape, strides = list(tensor.shape), tensor.stride()
     narrow = [1 if step == 0 and size > 1 else size for size, step in zip(shape, strides, strict=True)]
@@ -525,7 +521,7 @@ def _narrowed(tensor: Tensor) -> Tensor:
 
 
 def _consistent(target: Tensor, source: Tensor) -> bool:
-    dense = _narrowed(target)
+    dense = _narrow(target)
     if dense is target:
         return True
     return same_bits(source, source.as_strided(dense.shape, source.stride()).expand(source.shape))
@@ -596,7 +592,7 @@ def _with(suffix: str, other: str) -> Callable[[str, Collection[str]], str | Non
     return find
 
 
-def _parametrized(name: str, _: Collection[str]) -> str | None:
+def _strip_parametrization(name: str, _: Collection[str]) -> str | None:
     match = re.fullmatch(r"(.*\.|)parametrizations\.([^.]+)\.original\d*", name)
     return match and f"{match[1]}{match[2]}"
 
@@ -620,7 +616,7 @@ _RENAMINGS = (
     ),
     _Renaming(
         "torch.nn.utils.parametrize (which torch.nn.utils.parametrizations uses)",
-        _parametrized,
+        _strip_parametrization,
         "for example torch.nn.utils.parametrizations.weight_norm(layer, {attribute!r})",
     ),
     _Renaming("torch.nn.utils.weight_norm", _with("_g", "_v"), "torch.nn.utils.weight_norm(layer, {attribute!r})"),
@@ -655,7 +651,7 @@ def _fold_masks(sources: Mapping[str, Tensor], present: Collection[str]) -> tupl
         folded[plain] = folded.pop(f"{plain}_orig") * folded.pop(f"{plain}_mask")
     if not pruned:
         return folded, []
-    return folded, [f"loaded <name>_orig × <name>_mask of the checkpoint, without the mask, as: {shortened(pruned)}"]
+    return folded, [f"loaded <name>_orig × <name>_mask of the checkpoint, without the mask, as: {join_names(pruned)}"]
 
 
 def _explain_names(missing: Collection[str], unexpected: Collection[str]) -> Iterator[str]:

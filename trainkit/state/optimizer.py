@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from numbers import Real
@@ -20,12 +21,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.state_schema import optimizer_problem
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnsavableError, missing_package
 from trainkit.optim.parameter_names import shape_of, without_checkpoint_wrapper
 from trainkit.optim.prepared import PreparedOptimizer
 from trainkit.registry import load, strategy_infos
-from trainkit.state.saved_values import castable, copy_value, is_of_torch, kind_mismatch
+from trainkit.state.saved_values import castable, copy_value, is_of_torch, kind_mismatch, snapshot
 
 __all__ = [
     "QUANTIZED_CLASSES",
@@ -158,7 +159,7 @@ def plan_optimizer(
     """
     saved = SavedOptimizer.read(described, tensors, index, what).with_names_of(set(names.values()))
     kind = _kind(optimizer)
-    if saved.kind == kind and (problem := _malformed_state(_bare(optimizer), saved, f"optimizers[{index}]")) is not None:
+    if saved.kind == kind and (problem := _find_malformed(_bare(optimizer), saved, f"optimizers[{index}]")) is not None:
         raise CorruptCheckpointError(
             f"{what}: the description of optimizer {index} is malformed: {problem}. Fix: use another checkpoint."
         )
@@ -185,7 +186,7 @@ def plan_optimizer(
     return lambda: notices + load.run(f"{what}: optimizer {index} ({kind})")
 
 
-def _malformed_state(bare: Optimizer, saved: SavedOptimizer, path: str) -> str | None:
+def _find_malformed(bare: Optimizer, saved: SavedOptimizer, path: str) -> str | None:
     """What `load_state_dict` of torch's optimizers would accept, although the next step fails or computes something else."""
     torchs = is_of_torch(bare)
     groups = bare.param_groups
@@ -255,7 +256,7 @@ def _compare_groups(
     for number, (ours, (theirs, options)) in enumerate(zip(present, saved.groups, strict=False)):
         complaints += [
             f"group {number}: the checkpoint has the option {option}, which this optimizer does not have"
-            for option in _lost_options(options, optimizer.param_groups[number])
+            for option in _find_lost_options(options, optimizer.param_groups[number])
         ]
         if theirs != ours:
             complaints.append(f"group {number}: {_difference(theirs, ours)}")
@@ -274,7 +275,7 @@ def _compare_groups(
     return complaints, added
 
 
-def _lost_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
+def _find_lost_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> list[str]:
     """Saved options that this group does not have, unless they have the default value."""
     lost = {key: value for key, value in options.items() if key in _UNSET and key not in group}
     return [f"{key}={value!r}" for key, value in lost.items() if value != _UNSET[key]]
@@ -283,12 +284,12 @@ def _lost_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> list[
 def _difference(theirs: list[str], ours: list[str]) -> str:
     only_theirs = [name for name in theirs if name not in set(ours)]
     only_ours = [name for name in ours if name not in set(theirs)]
-    parts = []
+    changes = []
     if only_theirs:
-        parts.append(f"only in the checkpoint: {', '.join(only_theirs)}")
+        changes.append(f"only in the checkpoint: {', '.join(only_theirs)}")
     if only_ours:
-        parts.append(f"only in this run: {', '.join(only_ours)}")
-    return "; ".join(parts) or f"in a different order: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} in this run"
+        changes.append(f"only in this run: {', '.join(only_ours)}")
+    return "; ".join(changes) or f"in a different order: {', '.join(theirs)} in the checkpoint, {', '.join(ours)} in this run"
 
 
 def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtypes: Mapping[str, torch.dtype]) -> Iterator[str]:
@@ -300,12 +301,12 @@ def _compare_slots(parameters: Mapping[str, Tensor], saved: SavedOptimizer, dtyp
             if shape != parameter.shape:
                 yield f"{name}: {slot} has shape {tuple(shape)}, but the parameter has shape {tuple(parameter.shape)}"
         for slot, tensor in stored.tensors.items():
-            dtype = _loaded_dtype(slot, tensor, parameter, dtypes.get(name))
+            dtype = _choose_dtype(slot, tensor, parameter, dtypes.get(name))
             if not castable(tensor, dtype):
                 yield f"{name}: {slot} is {tensor.dtype} in the checkpoint and cannot be cast to {dtype}"
 
 
-def _loaded_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dtype | None) -> torch.dtype:
+def _choose_dtype(slot: str, tensor: Tensor, parameter: Tensor, before: torch.dtype | None) -> torch.dtype:
     """The dtype of the parameter for slots that had its dtype. Counters keep theirs: bfloat16 cannot represent 257."""
     alone = tensor.ndim == 0 and parameter.ndim > 0
     return parameter.dtype if tensor.dtype == before and slot != "step" and not alone else tensor.dtype
@@ -341,7 +342,9 @@ class _Load:
         Raises:
             StateMismatchError: The optimizer cannot load it.
         """
-        undo = _snapshot(self.optimizer)
+        groups, state = self.optimizer.param_groups, self.optimizer.state
+        contents = [groups, *groups, state, *(slots for slots in state.values() if isinstance(slots, dict))]
+        undo = snapshot(self.optimizer, contents, copy)  # loading replaces tensors and does not change them
         try:
             with torch.no_grad():
                 notices = _add_groups(self.optimizer, self.saved, self.added_groups)
@@ -355,7 +358,7 @@ class _Load:
                 f"{title}: load_state_dict failed: {type(error).__name__}: {error}\nThe optimizer was restored."
             ) from error
         for (before, after), count in self._casts.items():
-            tensors = counted(count, "tensor of optimizer state was", "tensors of optimizer state were")
+            tensors = quantity(count, "tensor of optimizer state was", "tensors of optimizer state were")
             notices.append(f"{tensors} cast from {before} to {after}".replace("torch.", ""))
         return notices + kept_options
 
@@ -378,7 +381,7 @@ class _Load:
     def _convert(self, name: str, slot: str, tensor: Tensor) -> Tensor:
         """A saved tensor as the optimizer keeps it."""
         parameter = self.parameters[name]
-        dtype = _loaded_dtype(slot, tensor, parameter, self.dtypes.get(name))
+        dtype = _choose_dtype(slot, tensor, parameter, self.dtypes.get(name))
         if dtype != tensor.dtype:
             self._casts[tensor.dtype, dtype] += 1
         if slot == "step":
@@ -440,29 +443,6 @@ def _undo_torch_casts(loaded: Any, saved: Any) -> Any:
     return loaded
 
 
-def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """A function that restores groups, state and attributes; loading replaces tensors and does not change them."""
-    attributes, groups, state = dict(vars(optimizer)), optimizer.param_groups, optimizer.state
-    contents = [(group, dict(group)) for group in groups]
-    slots = [(key, value, dict(value) if isinstance(value, dict) else None) for key, value in state.items()]
-
-    def undo() -> None:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        for group, before in contents:
-            group.clear()
-            group.update(before)
-        groups[:] = [group for group, _ in contents]
-        state.clear()
-        for key, value, before_slots in slots:
-            if before_slots is not None:
-                value.clear()
-                value.update(before_slots)
-            state[key] = value
-
-    return undo
-
-
 _Need = Callable[[bool, str], None]
 """`need(condition, problem)` raises `CorruptCheckpointError` if the condition is false."""
 
@@ -503,8 +483,8 @@ class StoredSlots:
                 lists[slot] = self._add_list(slot, value)
             else:
                 values[slot] = value
-        parts = {"values": values, "lists": lists, "quantized": quantized, "irregular": self.irregular}
-        self.described = {key: part for key, part in parts.items() if part}
+        fields = {"values": values, "lists": lists, "quantized": quantized, "irregular": self.irregular}
+        self.described = {key: part for key, part in fields.items() if part}
         return self
 
     def _add_tensor(self, slot: str, tensor: Tensor, parameter: Tensor) -> dict[str, Any] | None:
@@ -545,10 +525,10 @@ class StoredSlots:
             return copy_value(self.described["whole"])
         lists = self.described.get("lists", {})
         quantized = self.described.get("quantized", {})
-        parts = {f"{slot}.{n}" for slot, about in lists.items() for n in range(about["length"])}
-        parts |= {f"{slot}.{part}" for slot, about in quantized.items() for part in QUANTIZED_CLASSES[about["class"]][1]}
+        inner_slots = {f"{slot}.{n}" for slot, about in lists.items() for n in range(about["length"])}
+        inner_slots |= {f"{slot}.{part}" for slot, about in quantized.items() for part in QUANTIZED_CLASSES[about["class"]][1]}
         slots: dict[Any, Any] = {
-            slot: convert(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in parts
+            slot: convert(name, slot, tensor) for slot, tensor in self.tensors.items() if slot not in inner_slots
         }
         for slot, about in lists.items():
             items = [
@@ -602,12 +582,13 @@ class SavedOptimizer:
 
         problem = optimizer_problem(described, f"optimizers[{index}]")
         need(problem is None, str(problem))
-        parts = {key: described.get(key, {}) for key in ("state", "entries", "more")}
+        fields = {key: described.get(key, {}) for key in ("state", "entries", "more")}
         self = cls(described["class"], _read_groups(described["groups"], need), opaque=described.get("opaque"))
-        need(not any(isinstance(key, int) for key in parts["entries"]), "an entry has an integer key, like a parameter")
-        self.entries, self.more = parts["entries"], parts["more"]
+        need(not any(isinstance(key, int) for key in fields["entries"]), "an entry has an integer key, like a parameter")
+        self.entries = fields["entries"]
+        self.more = fields["more"]
         names = {name for group, _ in self.groups for name in group}
-        for raw, about in parts["state"].items():
+        for raw, about in fields["state"].items():
             name = without_checkpoint_wrapper(raw)
             need(name in names, f"state for {name!r}, which is in no group")
             known = all(item["class"] in QUANTIZED_CLASSES for item in about.get("quantized", {}).values())
@@ -689,7 +670,7 @@ def _match_parameters(
         (group, {} if match is None else saved.groups[match][1]) for group, match in zip(present, matches, strict=True)
     ]
     taken = set(chain.from_iterable(present))
-    groups += [saved.groups[number] for number in _added_groups(theirs, matches, taken, getattr(names, "parameters", {}))]
+    groups += [saved.groups[number] for number in _find_added_groups(theirs, matches, taken, getattr(names, "parameters", {}))]
     kept = dict.fromkeys(chain.from_iterable(group for group, _ in groups))
     state = {name: slots for name, slots in saved.state.items() if name in kept}
     return replace(saved, groups=groups, state=state), _notices(kept, dict.fromkeys(chain.from_iterable(theirs)))
@@ -714,7 +695,7 @@ def same_groups(optimizer: Optimizer, names: Mapping[int, str], described: Any) 
     present = _group_names(optimizer, names)
     matches = _match_groups(present, theirs)
     taken = set(chain.from_iterable(present))
-    matches += _added_groups(theirs, matches, taken, getattr(names, "parameters", {}))
+    matches += _find_added_groups(theirs, matches, taken, getattr(names, "parameters", {}))
     return matches == list(range(len(theirs)))
 
 
@@ -734,7 +715,7 @@ def _match_groups(present: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
     return matches
 
 
-def _added_groups(
+def _find_added_groups(
     theirs: Sequence[Sequence[str]], matches: Sequence[int | None], taken: set[str], known: Mapping[str, Tensor]
 ) -> list[int]:
     """The saved groups that were added during training: their parameters belong to the modules, and to no group here."""

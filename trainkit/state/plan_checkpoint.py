@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ __all__ = ["checksums", "compare_ranks", "plan_checkpoint"]
 
 _WORD_BYTES = 8  # bytes
 _BLOCK_WORDS = 512  # words
-_PARTS_PER_TENSOR = 16  # of a large tensor, one of which is read at a save
+_PARTS_PER_TENSOR = 16  # A save reads one part of each large tensor.
 # On other devices, such as XLA's, reading values would compile and run a graph of its own.
 _READ_AT_ONCE = ("cpu", "cuda")
 
@@ -45,7 +45,7 @@ def plan_checkpoint(world: World, content: CheckpointContent) -> CheckpointPlan:
         try:
             plan = CheckpointPlan(content, rank=world.rank, ranks=world.size)
         except UnsavableError as error:
-            hook_error = _added_by_hooks(content.state)
+            hook_error = _check_hook_values(content.state)
             if hook_error is None:
                 raise
             raise hook_error from error
@@ -54,16 +54,17 @@ def plan_checkpoint(world: World, content: CheckpointContent) -> CheckpointPlan:
             own_sums.update(checksums(content))
         return [plan.layout, sum(own_sums.values())]
 
-    planned = run_on_all_ranks(world, create)
-    if all(layout == plans[0].layout for layout, _ in planned):  # otherwise `commit` says what differs
-        compare_ranks(world, [total for _, total in planned], own_sums)
+    layout, total = run_on_all_ranks(world, create)
+    other_plan, other_sums = world.largest([layout != plans[0].layout, total != sum(own_sums.values())])
+    if other_sums and not other_plan:  # otherwise `commit` says what differs
+        compare_ranks(world, own_sums)
     return plans[0]
 
 
-def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
+def _check_hook_values(state: Mapping[str, Any]) -> UnsavableError | None:
     """One error for all values that `on_save_checkpoint` added and that cannot be stored; `None` if all can be."""
     added = {f'checkpoint["{name}"]': value for name, value in state.get("user", {}).items()}
-    hparams = state.get("hyper_parameters", {})  # only those that can be stored, and those that a hook has added
+    hparams = state.get("hyper_parameters", {})  # Contains those that can be stored and those that a hook has added.
     added |= {f'checkpoint["hyper_parameters"][{name!r}]': value for name, value in hparams.items()}
     problems = {name: problem for name, value in added.items() if (problem := unsavable(value, name)) is not None}
     if not problems:
@@ -83,13 +84,13 @@ def _added_by_hooks(state: Mapping[str, Any]) -> UnsavableError | None:
 def checksums(content: CheckpointContent) -> dict[str, int]:
     """A checksum of each parameter and of each tensor of the optimizers, by name; of those that each rank has as a whole.
 
-    Buffers are left out: a strategy may let each rank have its own until the end of a step. A checksum is a sum of 64-bit
+    Buffers are skipped: a strategy may let each rank have its own until the end of a step. A checksum is a sum of 64-bit
     words, with one wait for a device. The first save of a run reads all words. Later ones read a sixteenth of each tensor of
     more than 64 KiB, each time another one: reading all words takes about a tenth of the time of a save on a CPU.
     """
     counter = int(content.about["save_counter"])
     part = None if counter == 1 else counter % _PARTS_PER_TENSOR
-    tensors = {name: tensor for name, tensor in _compared(content).items() if tensor.device.type in _READ_AT_ONCE}
+    tensors = {name: tensor for name, tensor in _select_compared(content).items() if tensor.device.type in _READ_AT_ONCE}
     if not tensors:
         return {}
     sums = [_sum_of_words(tensor, part) for tensor in tensors.values()]
@@ -97,20 +98,17 @@ def checksums(content: CheckpointContent) -> dict[str, int]:
     return dict(zip(tensors, together.tolist(), strict=True))
 
 
-def compare_ranks(group: Group, totals: list[int], own: Mapping[str, int]) -> None:
-    """Check that all ranks have the same checksums. Collective only if they do not.
+def compare_ranks(group: Group, checksums: Mapping[str, int]) -> NoReturn:
+    """Name a tensor whose checksum is not the same on all ranks. Collective.
 
     Args:
         group: The ranks.
-        totals: The sum of the `checksums` of each rank, in rank order.
-        own: The `checksums` of this rank.
+        checksums: The `checksums` of this rank.
 
     Raises:
-        CheckpointError: They differ; names the first tensor and the ranks.
+        CheckpointError: Always; names the first tensor and the ranks.
     """
-    if len(set(totals)) == 1:
-        return
-    by_rank = group.exchange(own)
+    by_rank = group.exchange(checksums)
     differing = {
         name: [str(rank) for rank, sums in enumerate(by_rank) if sums.get(name) != first]
         for name, first in by_rank[0].items()
@@ -118,16 +116,16 @@ def compare_ranks(group: Group, totals: list[int], own: Mapping[str, int]) -> No
     }
     name, ranks = next(iter(differing.items()))
     raise CheckpointError(
-        f"{name!r} has other values on rank {', '.join(ranks)} than on rank 0 ({len(differing)} of {len(own)} parameters and "
-        "optimizer states differ). A checkpoint takes each tensor from one rank, so it would mix the models of several ranks. "
-        "Expected: all ranks have the same parameters and optimizer state. Fix: if your strategy averages only now and then, "
-        "average before each save, in a callback: def on_save_checkpoint(self, trainer, module, checkpoint): "
+        f"{name!r} has other values on rank {', '.join(ranks)} than on rank 0 ({len(differing)} of {len(checksums)} parameters "
+        "and optimizer states differ). A checkpoint takes each tensor from one rank, so it would mix the models of several "
+        "ranks. Expected: all ranks have the same parameters and optimizer state. Fix: if your strategy averages only now and "
+        "then, average before each save, in a callback: def on_save_checkpoint(self, trainer, module, checkpoint): "
         "for p in module.parameters(): p.data.copy_(trainer.strategy.mean(p.data)), and the same for the tensors in the "
         "optimizer's state. With another strategy, change parameters on all ranks and not only on some."
     )
 
 
-def _compared(content: CheckpointContent) -> dict[str, Tensor]:
+def _select_compared(content: CheckpointContent) -> dict[str, Tensor]:
     models = content.state["models"]
     compared: dict[str, Tensor] = {}
     for stem, tensors in content.tensors.items():

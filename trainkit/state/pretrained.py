@@ -178,24 +178,26 @@ def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, M
         )
     prefixes = (_PREFIXES[method], *(("trainable_tokens_",) if config.get("trainable_token_indices") else ()))
     of_adapter = [name for name in names if not any(f".{other}." in f"{name}." for other in others)]
-    saved_names = {name: saved for name in of_adapter if (saved := _saved_name(name.split("."), adapter, prefixes)) is not None}
+    saved_names = {
+        name: saved for name in of_adapter if (saved := _name_in_file(name.split("."), adapter, prefixes)) is not None
+    }
     return saved_names | _biases(names, [*saved_names], str(config.get("bias", "none")))
 
 
-def _saved_name(parts: list[str], adapter: str, prefixes: tuple[str, ...]) -> str | None:
+def _name_in_file(path: list[str], adapter: str, prefixes: tuple[str, ...]) -> str | None:
     """The name of a parameter in PEFT's file; `None` if it is not the adapter's.
 
     Args:
-        parts: Its name in the model, split at the dots.
+        path: Its name in the model, split at the dots.
         adapter: Name of the adapter.
         prefixes: Prefixes of the names of the method's parameters.
     """
-    if _TO_SAVE in parts and parts[parts.index(_TO_SAVE) + 1 :][:1] == [adapter]:
-        at = parts.index(_TO_SAVE)
-        return ".".join(parts[:at] + parts[at + 2 :])
-    for index in (len(parts) - 2, len(parts) - 1):
-        if index > 0 and parts[index] == adapter and parts[index - 1].startswith(prefixes):
-            rest = parts[:index] + parts[index + 1 :]
+    if _TO_SAVE in path and path[path.index(_TO_SAVE) + 1 :][:1] == [adapter]:
+        at = path.index(_TO_SAVE)
+        return ".".join(path[:at] + path[at + 2 :])
+    for index in (len(path) - 2, len(path) - 1):
+        if index > 0 and path[index] == adapter and path[index - 1].startswith(prefixes):
+            rest = path[:index] + path[index + 1 :]
             # DoRA's vector is saved without the name of the parameter that contains it
             return ".".join(rest[:-1] if rest[-2:] == ["lora_magnitude_vector", "weight"] else rest)
     return None

@@ -1,17 +1,17 @@
-"""Compares saved values with those that they replace, and copies them."""
+"""Compares saved values with those that they replace, copies them, and restores what a failed load has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainkit.console import counted
+from trainkit.console import quantity
 
-__all__ = ["castable", "copy_value", "is_of_torch", "kind_mismatch", "same_bits"]
+__all__ = ["castable", "copy_value", "is_of_torch", "kind_mismatch", "same_bits", "snapshot"]
 
 
 def castable(source: Tensor, dtype: torch.dtype) -> bool:
@@ -44,7 +44,7 @@ def copy_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        result = value.copy()  # of the same class
+        result = value.copy()  # The copy has the same class.
         for key, item in value.items():
             result[key] = copy_value(item)
         return result
@@ -78,7 +78,7 @@ def kind_mismatch(
     if not _same_kind(saved, present):
         return f"{path}: expected {_kind_of(present)}, got {saved!r:.80}"
     if same_length and isinstance(present, list | tuple) and len(saved) != len(present):
-        return f"{path}: expected {counted(len(present), 'item')}, got {saved!r:.80}"
+        return f"{path}: expected {quantity(len(present), 'item')}, got {saved!r:.80}"
     options = {"may_be_none": may_be_none, "any_for_none": any_for_none, "same_length": same_length}
     inside = (kind_mismatch(one, other, f"{path}[{key!r:.80}]", **options) for key, one, other in _in_both(saved, present))
     return next(filter(None, inside), None)
@@ -102,7 +102,7 @@ def _is_number(value: Any) -> bool:
 
 def _same_kind(saved: Any, present: Any) -> bool:
     if isinstance(present, bool):
-        return isinstance(saved, bool) or (_is_number(saved) and saved in (0, 1))  # some pass 1 for True
+        return isinstance(saved, bool) or (_is_number(saved) and saved in (0, 1))  # Some users pass 1 for True.
     if _is_number(present):
         return _is_number(saved)
     for kind in (str, dict, list | tuple):
@@ -114,3 +114,23 @@ def _same_kind(saved: Any, present: Any) -> bool:
 def _kind_of(value: Any) -> str:
     kinds = {bool: "true or false", str: "a string", dict: "a dict", list: "a list", tuple: "a list", type(None): "null"}
     return next((text for kind, text in kinds.items() if isinstance(value, kind)), "a number")
+
+
+def snapshot(thing: Any, contents: Iterable[Any], copied: Callable[[Any], Any]) -> Callable[[], None]:
+    """A function that restores an object after a load has failed.
+
+    Args:
+        thing: The object, whose attributes are restored.
+        contents: Lists and dicts whose items are restored; they stay the same objects.
+        copied: Makes a copy of one of these.
+    """
+    attributes, before = dict(vars(thing)), [(container, copied(container)) for container in contents]
+
+    def undo() -> None:
+        vars(thing).clear()
+        vars(thing).update(attributes)
+        for container, items in before:
+            container.clear()
+            container.extend(items) if isinstance(container, list) else container.update(items)
+
+    return undo

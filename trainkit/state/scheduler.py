@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from trainkit.checkpoint.state_schema import scheduler_problem
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
 from trainkit.optim.prepared import PreparedScheduler
-from trainkit.state.saved_values import copy_value, is_of_torch, kind_mismatch
+from trainkit.state.saved_values import copy_value, is_of_torch, kind_mismatch, snapshot
 
 __all__ = ["capture_scheduler", "check_scheduler", "restore_scheduler"]
 
@@ -78,14 +78,14 @@ def _is_scheduler(value: Any) -> bool:
     return not isinstance(value, Optimizer) and all(callable(getattr(type(value), method, None)) for method in methods)
 
 
-def _parts(scheduler: Any) -> list[Any]:
+def _inner_schedulers(scheduler: Any) -> list[Any]:
     """The schedulers inside torch's SequentialLR and ChainedScheduler."""
-    parts = getattr(scheduler, "_schedulers", None)
-    return [part for part in parts if _is_scheduler(part)] if isinstance(parts, list | tuple) else []
+    schedulers = getattr(scheduler, "_schedulers", None)
+    return [inner for inner in schedulers if _is_scheduler(inner)] if isinstance(schedulers, list | tuple) else []
 
 
 def _classes(scheduler: Any) -> list[Any]:
-    return [[type(part).__name__, _classes(part)] for part in _parts(scheduler)]
+    return [[type(inner).__name__, _classes(inner)] for inner in _inner_schedulers(scheduler)]
 
 
 def _is_code(value: Any) -> bool:
@@ -99,7 +99,7 @@ def _contains_code(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        result = value.copy()  # of the same class: MultiStepLR has a Counter
+        result = value.copy()  # The copy has the same class: MultiStepLR has a Counter.
         for key, item in value.items():
             if _contains_code(item):
                 del result[key]
@@ -130,13 +130,13 @@ def check_scheduler(
             f"{what} contains the state of {_as_code(*theirs)}, but this run has {_as_code(*ours)}. Nothing was changed. Fix: "
             "build the same scheduler as when it was saved."
         )
-    if (problem := _malformed_state(bare, state["state"], f"{where}.state")) is not None:
+    if (problem := _find_malformed(bare, state["state"], f"{where}.state")) is not None:
         raise CorruptCheckpointError(f"{what}: the state of a scheduler is malformed: {problem}. Fix: use another checkpoint.")
     for key, inner in state["inner"].items():
         check_scheduler(getattr(bare, key), inner, what, f"{where}.inner.{key}")
 
 
-def _malformed_state(bare: Any, saved: Mapping[str, Any], path: str) -> str | None:
+def _find_malformed(bare: Any, saved: Mapping[str, Any], path: str) -> str | None:
     """What `load_state_dict` of torch's schedulers would accept, although the next step fails or computes something else."""
     present = {key: _plain(value) for key, value in bare.state_dict().items() if not _contains_code(value)}
     torchs = is_of_torch(bare)
@@ -172,20 +172,13 @@ def _load(scheduler: Any, state: Mapping[str, Any]) -> None:
 def _snapshot(scheduler: Any) -> Callable[[], None]:
     """A function that restores a scheduler and its parts."""
     before = dict(vars(scheduler))
-    containers = {key: copy_value(value) for key, value in before.items() if type(value) in (list, dict)}
-    below = [_snapshot(part) for part in [*_parts(scheduler), *(v for v in before.values() if _is_scheduler(v))]]
+    undo_own = snapshot(scheduler, [value for value in before.values() if type(value) in (list, dict)], copy_value)
+    below = [_snapshot(part) for part in [*_inner_schedulers(scheduler), *(v for v in before.values() if _is_scheduler(v))]]
     optimizer = before.get("optimizer", _MISSING)
     called = getattr(optimizer, "_opt_called", _MISSING)
 
     def undo() -> None:
-        vars(scheduler).clear()
-        vars(scheduler).update(before)
-        for key, value in containers.items():
-            if isinstance(value, list):
-                before[key][:] = value
-            else:
-                before[key].clear()
-                before[key].update(value)
+        undo_own()
         for undo_part in below:
             undo_part()
         if called is not _MISSING:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.manifest import Manifest
-from trainkit.console import counted, notice
+from trainkit.console import notice, quantity
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
 from trainkit.optim.optimizer_copy import StoredOptimizer
@@ -38,8 +38,8 @@ __all__ = [
     "manifest_fields",
     "model_stem",
     "model_stems",
+    "read_trained_weights",
     "restore",
-    "trained_weights",
     "with_trained_weights",
 ]
 
@@ -111,7 +111,7 @@ def checkpoint_for_hooks(epoch: int, step: int, model: Mapping[str, Tensor], sta
     }
 
 
-def trained_weights(added: Mapping[str, Any]) -> dict[str, Tensor]:
+def read_trained_weights(added: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights to continue training with, if a callback gave others to the model; hooks may have added anything else."""
     trained = added.get(TRAINED_WEIGHTS)
     if not isinstance(trained, Mapping):
@@ -129,7 +129,7 @@ def with_trained_weights(
         saved: The saved model; what a hook has changed since is kept.
         added: What `on_save_checkpoint` added to the checkpoint.
     """
-    trained, model = trained_weights(added), tensors.get("model")
+    trained, model = read_trained_weights(added), tensors.get("model")
     if model is None:
         return dict(tensors)
     return {**tensors, "model": {n: trained.get(n, value) if value is saved.get(n) else value for n, value in model.items()}}
@@ -178,7 +178,7 @@ def describe_move(strategy: Strategy, manifest: Manifest) -> str | None:
     saved = manifest.strategy, manifest.world_size
     if present == saved:
         return None
-    places = (f"strategy={name!r} on {counted(size, 'device')}" for name, size in (saved, present))
+    places = (f"strategy={name!r} on {quantity(size, 'device')}" for name, size in (saved, present))
     return "the checkpoint was saved with {}; this run uses {}.".format(*places)
 
 
@@ -288,8 +288,8 @@ def restore(
         loads += _plan_models(objects, tensors, state, aliases, components, what, strict)
     if "optimizer" in components:
         with _with_advice(components, *_WITH_OPTIMIZER):
-            plans, regrouped = _plan_optimizers(objects, tensors, state, what, strict, keep)
-        loads += [partial(_load_with_advice, plan, components) for plan in plans]
+            of_optimizers, regrouped = _plan_optimizers(objects, tensors, state, what, strict, keep)
+        loads += [partial(_load_with_advice, load, components) for load in of_optimizers]
     if "scheduler" in components:
         with _with_advice(components, "scheduler"):
             _check_schedulers(objects, state, what, regrouped)
@@ -312,15 +312,15 @@ def _check_present(state: Mapping[str, Any], components: Collection[str], what: 
 
 
 @contextmanager
-def _with_advice(components: Collection[str], *parts: str) -> Iterator[None]:
+def _with_advice(components: Collection[str], *failed: str) -> Iterator[None]:
     """Add to an error how to restore all other parts."""
     try:
         yield
     except (StateMismatchError, CorruptCheckpointError) as error:
-        left = [part for part in _ORDER if part in components and part not in parts]
+        left = [part for part in _ORDER if part in components and part not in failed]
         if not left:
             raise
-        without = " and ".join({"optimizer": "the optimizers", "scheduler": "the schedulers"}[part] for part in parts)
+        without = " and ".join({"optimizer": "the optimizers", "scheduler": "the schedulers"}[part] for part in failed)
         advice = f"Or restore everything except {without}: restore={{{', '.join(map(repr, left))}}}"
         raise type(error)(f"{error} {advice}") from error.__cause__
 
@@ -383,8 +383,8 @@ def _plan_optimizers(
             stored.check(described, what)
         whole, own_names = (optimizer, names) if stored is None else (stored.optimizer, stored.names(names))
         keeps = keep or stored is not None
-        plan = plan_optimizer(whole, index, own_names, slots, described, dtypes, what, keep=keeps, strict=strict)
-        loads.append(plan if stored is None else partial(_load_stored, objects.strategy, optimizer, stored, plan))
+        load = plan_optimizer(whole, index, own_names, slots, described, dtypes, what, keep=keeps, strict=strict)
+        loads.append(load if stored is None else partial(_load_stored, objects.strategy, optimizer, stored, load))
         if not strict and not same_groups(whole, own_names, described):
             regrouped.append(index)
     return loads, regrouped
@@ -406,13 +406,13 @@ def _check_schedulers(objects: TrainingObjects, state: Mapping[str, Any], what: 
         )
 
 
-def _load_with_advice(plan: Callable[[], list[str]], components: Collection[str]) -> list[str]:
+def _load_with_advice(load: Callable[[], list[str]], components: Collection[str]) -> list[str]:
     with _with_advice(components, *_WITH_OPTIMIZER):
-        return plan()
+        return load()
 
 
-def _load_stored(strategy: Strategy, optimizer: Optimizer, stored: StoredOptimizer, plan: Callable[[], list[str]]) -> list[str]:
-    notices = plan()
+def _load_stored(strategy: Strategy, optimizer: Optimizer, stored: StoredOptimizer, load: Callable[[], list[str]]) -> list[str]:
+    notices = load()
     strategy.load_optimizer(optimizer, stored)
     return notices
 

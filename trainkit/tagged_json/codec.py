@@ -59,11 +59,9 @@ MAX_JSON_BYTES = 64 * 2**20
 MAX_DEPTH = 100
 """Levels of nested arrays and objects; deeper JSON is rejected before it is parsed."""
 
-# int() takes quadratic time, so a number may have this many digits. Larger integers are written in hexadecimal.
-_MAX_DIGITS = 1100
+_MAX_DIGITS = 1100  # int() takes quadratic time; larger integers are written in hexadecimal
 _LARGEST_DECIMAL = 1 << 1024
-# Each key of a dict is compared with all earlier ones that have the same hash.
-_MAX_SAME_HASH = 200
+_MAX_SAME_HASH = 200  # each key of a dict is compared with all earlier ones that have the same hash
 
 _DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _SCALARS: dict[str, type[np.generic]] = {
@@ -87,7 +85,7 @@ _STORED = (
 
 
 def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetensors", where: str = "") -> bytes:
-    """Encode a value as tagged JSON.
+    """Encode a value as tagged JSON: ASCII text, the same for equal values, regardless of the order of their sets.
 
     Args:
         value: The value; see the module docstring for supported types.
@@ -95,9 +93,6 @@ def dumps(value: Any, tensors: dict[str, Tensor], *, file: str = "state.safetens
             `"callbacks/EarlyStopping/best_score"`. They share the memory of those in `value` where possible.
         file: The file that will contain `tensors`.
         where: The name of `value` in messages; `"state"` if empty.
-
-    Returns:
-        ASCII text; equal values give the same text, regardless of the order of their sets.
 
     Raises:
         UnsavableError: Something in it cannot be stored; names the path, such as `state["callbacks"]["Mine"]["fn"]`.
@@ -136,14 +131,14 @@ def loads(
         unregistered: Return values of registered types as `Unregistered`; no `decode` is called.
 
     Raises:
-        CorruptCheckpointError: The text is malformed, or refers to a tensor that does not exist.
-        CheckpointError: It has a value of a type that is not registered, or a `decode` failed.
+        CheckpointError: It has a value of a type that is not registered, or a `decode` failed; as a `CorruptCheckpointError`:
+            the text is malformed, or refers to a tensor that does not exist.
     """
     decoder = _Decoder(tensors, what, unregistered)
     try:
         return strict_json(data, what, decoder.decode)
     except CorruptCheckpointError:
-        decoder.decode_tree(strict_json(data, what), "")  # the same error, with the key of the value
+        decoder.decode_tree(strict_json(data, what), "")  # This raises the same error, with the key of the value.
         raise
 
 
@@ -152,11 +147,7 @@ _LENGTH_BYTES = 8
 
 
 def to_bytes(value: Any) -> bytes:
-    """A value as bytes, for exchange between ranks: the length of its JSON, the JSON of `dumps`, a safetensors file.
-
-    Raises:
-        UnsavableError: Something in it cannot be encoded; the message names the path to it.
-    """
+    """A value as bytes, for exchange between ranks: the length of its JSON, the JSON of `dumps`, a safetensors file."""
     tensors: dict[str, Tensor] = {}
     text = dumps(value, tensors, file=_MESSAGE_FILE, where="a value for other ranks")
     # safetensors rejects tensors that share memory
@@ -174,13 +165,10 @@ def from_bytes(data: bytes | memoryview) -> Any:
 def strict_json(data: bytes | memoryview, what: str, hook: Callable[[dict[str, Any]], Any] = lambda value: value) -> Any:
     """Parse JSON that may be damaged or hostile: duplicate keys, `NaN`, `1e999` and deep nesting are errors.
 
-    Args:
-        data: UTF-8 text of at most `MAX_JSON_BYTES`, nested at most `MAX_DEPTH` deep.
-        what: The file, for messages.
-        hook: Called with each object, the innermost first; its result replaces the object.
+    `hook` is called with each object, the innermost first; its result replaces the object. `what` is the file, for messages.
 
     Raises:
-        CorruptCheckpointError: It is malformed; names `what` and the reason.
+        CorruptCheckpointError: It is malformed, larger than `MAX_JSON_BYTES` or deeper than `MAX_DEPTH`.
     """
 
     def refuse(reason: str) -> NoReturn:
@@ -327,27 +315,23 @@ class _Encoder:
         self._parents.discard(id(value))
         return result
 
+    def inside(self, key: Any, value: Any, depth: int) -> Any:
+        self._path.append(key)
+        result = self.encode(value, depth)
+        self._path.pop()
+        return result
+
     def items(self, values: list[Any] | tuple[Any, ...], depth: int) -> Any:
         self.check_depth(depth)
         if _all_plain(values):
             return values
-        result = []
-        for index, value in enumerate(values):
-            self._path.append(index)
-            result.append(self.encode(value, depth + 1))
-            self._path.pop()
-        return result
+        return [self.inside(index, value, depth + 1) for index, value in enumerate(values)]
 
     def mapping(self, value: Mapping[Any, Any], depth: int) -> dict[str, Any]:
         if not all(isinstance(key, str) and not isinstance(key, np.generic) for key in value):
             return self.tag("map", self.pairs(value, depth + 2), depth)
-        result = {}
-        for key, item in value.items():
-            self._path.append(key)
-            text = str.__str__(key)
-            result["$" + text if text.startswith("$") else text] = self.encode(item, depth + 1)
-            self._path.pop()
-        return result
+        texts = ((str.__str__(key), key, item) for key, item in value.items())
+        return {"$" * text.startswith("$") + text: self.inside(key, item, depth + 1) for text, key, item in texts}
 
     def pairs(self, value: Mapping[Any, Any], depth: int) -> list[list[Any]]:
         self.check_depth(depth)
@@ -495,10 +479,8 @@ class _Decoder:
 
     def decode(self, value: dict[str, Any]) -> Any:
         """The value of a JSON object."""
-        for key in value:
-            if key[:1] == "$":
-                break
-        else:
+        key = next((key for key in value if key[:1] == "$"), None)
+        if key is None:
             return value
         if len(value) == 1 and not key.startswith("$$"):
             return self._tagged(key, value[key])
@@ -554,17 +536,14 @@ class _Decoder:
 
     def _tensor(self, reference: Any) -> Tensor:
         file, _, key = _text(reference).partition("#")
-        try:
-            return self._tensors[file][key]
-        except KeyError:
-            raise CorruptCheckpointError(
-                f"{self._what}: refers to the tensor {reference!r:.200}, which does not exist"
-            ) from None
+        tensor = self._tensors.get(file, {}).get(key)
+        if tensor is None:
+            raise CorruptCheckpointError(f"{self._what}: refers to the tensor {reference!r:.200}, which does not exist")
+        return tensor
 
     def _array(self, reference: Any) -> np.ndarray[Any, Any]:
-        tensor = self._tensor(reference)
         if reference not in self._arrays:
-            self._arrays[reference] = tensor.detach().numpy()
+            self._arrays[reference] = self._tensor(reference).detach().numpy()
         return self._arrays[reference]
 
 
@@ -580,6 +559,10 @@ def _list(value: Any, kind: type | None = None, length: int | None = None) -> li
     if kind is not None and any(type(item) is not kind for item in value):
         raise TypeError(f"expected a list of {kind.__name__}")
     return value
+
+
+def _to_base64(value: bytes | bytearray) -> str:
+    return base64.b64encode(value).decode("ascii")
 
 
 def _base64(value: Any) -> bytes:
@@ -602,11 +585,10 @@ def _set(value: Any, kind: Callable[[Iterable[Any]], Any]) -> Any:
 
 
 def _pairs(value: Any) -> dict[Any, Any]:
-    for pair in _list(value):
-        _list(pair, length=2)
-    _check_hashes([key for key, _ in value])
-    result: dict[Any, Any] = dict(value)
-    if len(result) != len(value):
+    pairs = [_list(pair, length=2) for pair in _list(value)]
+    _check_hashes([key for key, _ in pairs])
+    result: dict[Any, Any] = dict(pairs)
+    if len(result) != len(pairs):
         raise ValueError("a key occurs twice")
     return result
 
@@ -627,8 +609,8 @@ def _scalar(value: Any) -> np.generic:
 # Values without parts: tag → type, its payload, the value of a payload.
 _PATH = type(PurePath())
 _LEAVES: dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "bytearray": (bytearray, lambda value: base64.b64encode(value).decode("ascii"), lambda v: bytearray(_base64(v))),
-    "bytes": (bytes, lambda value: base64.b64encode(value).decode("ascii"), _base64),
+    "bytearray": (bytearray, _to_base64, lambda v: bytearray(_base64(v))),
+    "bytes": (bytes, _to_base64, _base64),
     "date": (date, date.isoformat, lambda v: date.fromisoformat(_text(v))),
     "datetime": (datetime, datetime.isoformat, lambda v: datetime.fromisoformat(_text(v))),
     "device": (torch.device, str, lambda v: torch.device(_text(v))),

@@ -11,18 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
+from trainkit.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM
 from trainkit.checks import (
     argument,
     argument_texts,
     arguments_of,
     check_arguments,
+    choice,
     is_whole,
     optional,
     real_number,
     switch,
     whole,
 )
-from trainkit.config.settings import Settings, inherited_settings
+from trainkit.config.settings import Settings, read_process_settings
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
 from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
@@ -62,7 +64,7 @@ def _limit(value: Any, name: str) -> int | float:
 
 def _interval(value: Any, name: str) -> int | float | timedelta | None:
     if isinstance(value, str | timedelta | Mapping):
-        if time := _as_time(value):  # not 0 either
+        if time := _as_time(value):  # An interval of 0 is refused, too.
             return time
     else:
         value = _as_count(value)
@@ -191,6 +193,8 @@ class TrainerArguments:
         enable_model_summary: Add `ModelSummary`.
         enable_checkpointing: Add `ModelCheckpoint`, unless `callbacks` has one. It saves at the end of each epoch, every 30
             minutes and when training ends, and keeps the two newest checkpoints.
+        checksum: How the files of checkpoints are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone
+            replaces, if the digest of the manifest is kept in another place.
         slurm_requeue: After SIGTERM, SIGUSR1 or SIGHUP, when the checkpoint is complete, ask SLURM to run the job again.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`: prints at the end of the run where the time went.
         detect_anomaly: Let autograd name the forward operation that caused a NaN in the backward pass. Slow.
@@ -236,6 +240,7 @@ class TrainerArguments:
     enable_progress_bar: bool | None = argument(True, optional(switch), kept=False)
     enable_model_summary: bool | None = argument(True, optional(switch), kept=False)
     enable_checkpointing: bool | None = argument(True, optional(switch), kept=False)
+    checksum: str = argument(DEFAULT_CHECKSUM, partial(choice, choices=tuple(CHECKSUMS)))
     slurm_requeue: bool = argument(False, switch)
     profiler: Profiler | str | None = argument(None, kept=False)
     detect_anomaly: bool = argument(False, switch, kept=False)
@@ -338,10 +343,14 @@ class TrainerArguments:
             self.ends_by_default = not limitless and not self.fast_dev_run
         if self.fast_dev_run:
             batches = int(self.fast_dev_run)
-            self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
-            self.val_check_interval, self.val_every_n_steps, self.check_val_every_n_epoch = 1.0, None, 1
+            self.max_epochs = 1
+            self.max_steps = batches
+            self.num_sanity_val_steps = 0
+            self.val_check_interval = 1.0
+            self.val_every_n_steps = None
+            self.check_val_every_n_epoch = 1
             self.overfit_batches = 0.0
-            self.log_every_n_steps = 0 if self.log_every_n_steps == 0 else 1  # with so few steps, log each of them
+            self.log_every_n_steps = 0 if self.log_every_n_steps == 0 else 1  # So few steps are all logged.
             for name in ("train", "val", "test", "predict"):
                 setattr(self, f"limit_{name}_batches", batches)
         if self.overfit_batches:
@@ -435,11 +444,11 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
 _CLAIMS = ("gradient_accumulation_steps", "gradient_clipping")
 
 
-def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
+def with_settings(arguments: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The arguments of a `Trainer`, completed by the settings that this process was started with.
 
     Args:
-        given: the arguments; the settings replace those that are `None` or `"auto"`.
+        arguments: the arguments; the settings replace those that are `None` or `"auto"`.
 
     Returns:
         The arguments, and a notice of what the settings have set, to be printed when the processes are connected; empty if
@@ -448,19 +457,19 @@ def with_settings(given: dict[str, Any]) -> tuple[dict[str, Any], str]:
     Raises:
         ConfigurationError: the settings ask for something that is not available here.
     """
-    settings = inherited_settings()
+    settings = read_process_settings()
     plugin, mixed = settings.plugin(), settings.get("mixed_precision")
-    taken = _place(settings, given) | _optimizer_step(settings, plugin, given)
+    taken = _place(settings, arguments) | _optimizer_step(settings, plugin, arguments)
     created: dict[str, Any] = {}
     masters = False
-    if plugin is not None and given["strategy"] == "auto" and not _elsewhere(settings, given):
-        created, chosen = _by_plugin(settings, plugin, {**given, **taken})
+    if plugin is not None and arguments["strategy"] == "auto" and not _elsewhere(settings, arguments):
+        created, chosen = _by_plugin(settings, plugin, {**arguments, **taken})
         taken |= chosen
         masters = created["strategy"].owns_masters
-    if given["precision"] is None and mixed is not None:
-        taken |= _precision(given["strategy"], OVER_MASTERS.get(mixed, MIXED[mixed]) if masters else MIXED[mixed])
-    notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, given)
-    complete = given | {name: taken[name] for name in taken.keys() & given.keys()} | created
+    if arguments["precision"] is None and mixed is not None:
+        taken |= _precision(arguments["strategy"], OVER_MASTERS.get(mixed, MIXED[mixed]) if masters else MIXED[mixed])
+    notes = [f"{name}={value!r}" for name, value in taken.items()] + _compilation(settings, arguments)
+    complete = arguments | {name: taken[name] for name in taken.keys() & arguments.keys()} | created
     if complete["accumulate_grad_batches"] is None:
         complete["accumulate_grad_batches"] = 1
     return complete, f"settings of {settings.source}: {', '.join(notes)}." if notes else ""
@@ -475,59 +484,59 @@ def _precision(strategy: Any, precision: str) -> dict[str, Any]:
     return {}
 
 
-def _compilation(settings: Settings, given: dict[str, Any]) -> list[str]:
+def _compilation(settings: Settings, arguments: dict[str, Any]) -> list[str]:
     """What the settings compile, in words; `setup.read_compilation` reads them."""
     backend = settings.get("dynamo_backend")
-    return [] if backend is None or given["compile"] is not None else [f"compiled by {backend!r}"]
+    return [] if backend is None or arguments["compile"] is not None else [f"compiled by {backend!r}"]
 
 
-def attribute_errors(given: Mapping[str, Any]) -> AbstractContextManager[None]:
+def attribute_errors(arguments: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Within it an error names the settings, if they set what the arguments of a `Trainer` do not.
 
     Args:
-        given: the arguments.
+        arguments: the arguments.
     """
-    settings = inherited_settings()
-    names = settings.of_place if (given["strategy"], given["accelerator"]) == ("auto", "auto") else ()
-    return settings.attribute_errors(*names, *(() if given["precision"] is not None else ("mixed_precision",)))
+    settings = read_process_settings()
+    names = settings.of_place if (arguments["strategy"], arguments["accelerator"]) == ("auto", "auto") else ()
+    return settings.attribute_errors(*names, *(() if arguments["precision"] is not None else ("mixed_precision",)))
 
 
-def _place(settings: Settings, given: dict[str, Any]) -> dict[str, Any]:
+def _place(settings: Settings, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the settings say about where to run, in addition to `Settings.plugin`."""
     taken: dict[str, Any] = {}
-    accelerator, name = given["accelerator"], settings.strategy
+    accelerator, name = arguments["accelerator"], settings.strategy
     if accelerator == "auto" and settings.get("use_cpu"):
         taken["accelerator"] = "cpu"
     elif accelerator == "auto" and settings.get("distributed_type") == "MULTI_GPU":
         taken["accelerator"] = "gpu"
-    if name is not None and given["strategy"] == "auto" and not _elsewhere(settings, given):
+    if name is not None and arguments["strategy"] == "auto" and not _elsewhere(settings, arguments):
         taken["strategy"] = name
-        if settings.devices is not None and given["devices"] == "auto":
+        if settings.devices is not None and arguments["devices"] == "auto":
             taken["devices"] = settings.devices
     return taken
 
 
-def _elsewhere(settings: Settings, given: dict[str, Any]) -> bool:
+def _elsewhere(settings: Settings, arguments: dict[str, Any]) -> bool:
     """Whether the arguments ask for devices that the strategy of the settings does not run on."""
-    accelerator, info = given["accelerator"], settings.info
+    accelerator, info = arguments["accelerator"], settings.info
     if info is None:
         return False
     if accelerator == "tpu":
         return DEVICE not in info.devices
     if accelerator not in ("auto", "cpu") and DEVICE in info.devices:
         return True
-    return info.one_device and (given["devices"] not in ("auto", 1, "1") or given["num_nodes"] not in (None, 1))
+    return info.one_device and (arguments["devices"] not in ("auto", 1, "1") or arguments["num_nodes"] not in (None, 1))
 
 
-def _optimizer_step(settings: Settings, plugin: Plugin | None, given: dict[str, Any]) -> dict[str, Any]:
+def _optimizer_step(settings: Settings, plugin: Plugin | None, arguments: dict[str, Any]) -> dict[str, Any]:
     """What the settings say about an optimizer step, by themselves or in the options of the strategy."""
-    of_plugin = {} if plugin is None else {name: plugin.claimed(name) for name in _CLAIMS}
+    of_plugin = {} if plugin is None else {name: plugin.loop_option(name) for name in _CLAIMS}
     claimed = {name: value for name, value in of_plugin.items() if value is not None}
     steps, clip = settings.get(_CLAIMS[0], claimed.get(_CLAIMS[0])), claimed.get(_CLAIMS[1])
     taken: dict[str, Any] = {}
-    if steps is not None and given["accumulate_grad_batches"] is None and given["global_batch_size"] is None:
+    if steps is not None and arguments["accumulate_grad_batches"] is None and arguments["global_batch_size"] is None:
         taken["accumulate_grad_batches"] = steps
-    if clip and given["gradient_clip_val"] is None and not _clips(given["callbacks"]):
+    if clip and arguments["gradient_clip_val"] is None and not _clips(arguments["callbacks"]):
         taken["gradient_clip_val"] = clip
     return taken
 
@@ -544,10 +553,10 @@ def _by_plugin(settings: Settings, plugin: Plugin, arguments: dict[str, Any]) ->
     """
     short = is_short(arguments["precision"] or OVER_MASTERS[settings.get("mixed_precision") or "no"])
     with settings.attribute_errors(*settings.of_place):
-        wanted = read_devices(arguments["accelerator"], arguments["devices"], arguments["num_nodes"])
-        options = plugin.options_for(short, processes(wanted), nodes(wanted), _CLAIMS)
-        strategy = load_strategy(plugin.strategy)(device=wanted.accelerator, **options)
-    chosen = plugin.described()
-    if arguments.get("activation_checkpointing") is None and plugin.claimed("activation_checkpointing"):
+        requested = read_devices(arguments["accelerator"], arguments["devices"], arguments["num_nodes"])
+        options = plugin.options_for(short, processes(requested), nodes(requested), _CLAIMS)
+        strategy = load_strategy(plugin.strategy)(device=requested.accelerator, **options)
+    chosen = plugin.describe()
+    if arguments.get("activation_checkpointing") is None and plugin.loop_option("activation_checkpointing"):
         chosen["activation_checkpointing"] = True
     return {"strategy": strategy}, chosen

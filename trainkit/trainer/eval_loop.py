@@ -52,7 +52,8 @@ def evaluate(run: Run, evaluation: Evaluation) -> list[dict[str, float]]:
         evaluation.uneven = False
         metrics.end_loaders()
         metrics.scope = Scope.EVAL_EPOCH if evaluation.logs else Scope.NOWHERE
-        evaluation.results, evaluation.loaders_of = {}, {}
+        evaluation.results = {}
+        evaluation.loaders_of = {}
         run.preview_metrics(f"on_{name}_epoch_end")
         hooks.run(f"on_{name}_epoch_end")
         evaluation.finish()
@@ -79,7 +80,8 @@ def evaluate_loader(run: Run, evaluation: Evaluation, index: int, micro_batches:
                 pad_evaluation(run, evaluation, evaluation.loaders[index].padding(), batch_idx, index)
             continue
         batch = micro.batch
-        metrics.stamp, metrics.batch = count + batch_idx, batch
+        metrics.stamp = count + batch_idx
+        metrics.batch = batch
         for hook in before:
             hook(batch, batch_idx, index)
         outputs = step(batch, batch_idx, index)
@@ -120,7 +122,7 @@ def _align_length(run: Run, evaluation: Evaluation, micro_batches: Iterator[Micr
             _end_exchange(run, evaluation, had, *pending.wait())
         yield micro
         had = micro.kind is not MicroBatchKind.NONE
-        place = run.strategy.data_world.rank + 1 if had else 0  # at the end of a loader, only the first ranks have a batch
+        place = run.strategy.data_world.rank + 1 if had else 0  # At the end of a loader, only the first ranks have a batch.
         pending = world.begin_largest([place, signals.received or 0, metrics.pending])
     if pending is not None:
         _end_exchange(run, evaluation, had, *pending.wait())
@@ -201,7 +203,7 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
         return outputs
     try:
         by_rank = world.exchange_user_objects(map_tensors(outputs, _to_send))
-    except RuntimeError:  # of the connection
+    except RuntimeError:  # The connection to another rank was lost.
         raise
     except Exception as error:
         raise ConfigurationError(
@@ -211,8 +213,8 @@ def gather_predictions(world: World, outputs: list[list[Any]], device: torch.dev
         ) from error
     gathered: list[list[Any]] = []
     for per_rank in zip(*by_rank, strict=True):
-        longest = max(len(own) for own in per_rank)
-        gathered.append([own[index] for index in range(longest) for own in per_rank if index < len(own)])
+        longest = max(len(batches) for batches in per_rank)
+        gathered.append([batches[index] for index in range(longest) for batches in per_rank if index < len(batches)])
     received: list[list[Any]] = map_tensors(gathered, lambda tensor: tensor.to(device))
     return received
 
@@ -228,9 +230,10 @@ def _to_send(tensor: Tensor) -> Tensor:
 def _active(run: Run, evaluation: Evaluation) -> Iterator[None]:
     """Within it, what is logged goes to the evaluation's metrics."""
     outer = run.metrics, run.evaluation
-    run.results.add(run.metrics.agreed_step_values())  # monitors see what training has logged by step
+    run.results.add(run.metrics.agree_on_step_values())  # monitors see what training has logged by step
     evaluation.metrics.outer = run.metrics
-    run.metrics, run.evaluation = evaluation.metrics, evaluation
+    run.metrics = evaluation.metrics
+    run.evaluation = evaluation
     try:
         yield
     finally:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainkit._version import __version__
-from trainkit.console import counted, warn
+from trainkit.console import quantity, warn
 from trainkit.distributed.parameter_placement import layer_devices
 from trainkit.errors import ConfigurationError, Preempted
 from trainkit.launch.starting import folder_at_start, start_command
 from trainkit.loggers.run_files import STARTS, append_record, utc_now
 from trainkit.masking import mask_arguments, mask_text
 from trainkit.module.activation_checkpointing import checkpointing_choice
-from trainkit.trainer.run_folder import folder_of_fit, opens_files, shown_folders
+from trainkit.trainer.run_folder import folder_of_fit, list_folders, opens_files
 from trainkit.trainer.setup import describe_compilation
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _where(trainer: Trainer, module: TrainModule | None) -> list[str]:
         f"  seed           {trainer.seed}",
         f"  folder         {trainer._arguments.default_root_dir}",
         f"  loggers        {', '.join(folders) or 'none'}",
-        f"  checkpoints    {', '.join(shown_folders(trainer._run)) or 'none'}",
+        f"  checkpoints    {', '.join(list_folders(trainer._run)) or 'none'}",
     ]
 
 
@@ -67,12 +67,12 @@ def _recomputation(trainer: Trainer) -> str:
     chosen, done = checkpointing_choice(trainer._arguments.activation_checkpointing), trainer._run.recomputed
     if chosen is None:
         return ""
-    return f"activations of {chosen if done is None else f'{done}{chosen.kept}'}"
+    return f"activations of {chosen if done is None else f'{done}{chosen.policy_note}'}"
 
 
 def _arithmetic(trainer: Trainer) -> list[str]:
-    batches, wanted = trainer.num_training_batches, trainer._arguments.global_batch_size
-    window: Any = trainer.accumulate_grad_batches if batches or wanted is None else f"as many as {wanted} samples need"
+    batches, samples = trainer.num_training_batches, trainer._arguments.global_batch_size
+    window: Any = trainer.accumulate_grad_batches if batches or samples is None else f"as many as {samples} samples need"
     schedule = trainer._run.accumulation_schedule
     if schedule is not None:
         window = ", ".join(f"{schedule.scheduling[epoch]} from epoch {epoch} on" for epoch in schedule.epochs)
@@ -80,7 +80,7 @@ def _arithmetic(trainer: Trainer) -> list[str]:
     if batches:
         shown = "unknown" if math.isinf(batches) else str(batches)
         lines.append(f"  micro-batches per epoch           {shown}")
-        lines.append(f"  optimizer steps in the whole fit  {_shown(trainer.estimated_stepping_batches)}")
+        lines.append(f"  optimizer steps in the whole fit  {_format_number(trainer.estimated_stepping_batches)}")
     limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
     lines += [f"  {name:<34}{'no limit' if value == -1 else value}" for name, value in limits.items()]
     return lines
@@ -108,10 +108,10 @@ def _cadence(trainer: Trainer) -> list[str]:
 
 
 def _every(number: int, noun: str) -> str:
-    return f"every {noun}" if number == 1 else f"every {counted(number, noun)}"
+    return f"every {noun}" if number == 1 else f"every {quantity(number, noun)}"
 
 
-def _shown(number: int | float) -> str:
+def _format_number(number: int | float) -> str:
     return "unknown" if math.isinf(number) else f"{int(number):,}"
 
 
@@ -155,8 +155,8 @@ def end_reason(trainer: Trainer) -> str:
         reasons.append(f"max_epochs={trainer.max_epochs} reached")
     if trainer.should_stop and not trainer.fast_dev_run:
         named = [(type(callback).__name__, _reason_of(callback)) for callback in trainer.callbacks]
-        asked = [f"{name}: {reason.removesuffix(' Training stops.').rstrip('.')}" for name, reason in named if reason]
-        reasons += asked or ([] if reasons else ["trainer.should_stop was set"])
+        requests = [f"{name}: {reason.removesuffix(' Training stops.').rstrip('.')}" for name, reason in named if reason]
+        reasons += requests or ([] if reasons else ["trainer.should_stop was set"])
     return "; ".join(reasons) or "training was stopped"
 
 
@@ -171,7 +171,7 @@ def _no_step(trainer: Trainer) -> str:
     if not progress.overflows or progress.global_step > progress.first_step:
         return ""
     return (
-        f" No optimizer step was made: {counted(progress.overflows, 'step')} "
+        f" No optimizer step was made: {quantity(progress.overflows, 'step')} "
         f"{'was' if progress.overflows == 1 else 'were'} skipped, because the scaled gradients were infinite or NaN. Check "
         "that the loss is finite. If it is, the loss scale is still adapting: train for more steps, or use "
         f"Trainer(precision={'bf' + trainer.precision!r})."

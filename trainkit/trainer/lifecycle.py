@@ -20,7 +20,7 @@ from trainkit.accelerator import Accelerator
 from trainkit.accelerator.prepared_models import CompiledModules
 from trainkit.callback import Callback
 from trainkit.checkpoint.urls import remote_sync
-from trainkit.console import counted, each_once, notice, user_frames, with_article
+from trainkit.console import each_once, notice, quantity, user_frames, with_article
 from trainkit.distributed.failure_handling import report_failure
 from trainkit.distributed.requested_devices import other_generators
 from trainkit.errors import (
@@ -112,7 +112,7 @@ def _deterministic() -> tuple[bool, bool]:
 
 def attach_callbacks(
     trainer: Trainer,
-    given: Callback | Sequence[Callback] | None,
+    user_callbacks: Callback | Sequence[Callback] | None,
     progress_bar: bool | None,
     summary: bool | None,
     checkpoints: bool | None,
@@ -123,18 +123,18 @@ def attach_callbacks(
         HookError: an object that is not a callback, or has a hook that cannot be called.
         ConfigurationError: the same callback twice, or one that contradicts an argument.
     """
-    callbacks: list[Callback] = [] if given is None else _as_list(given)
+    callbacks: list[Callback] = [] if user_callbacks is None else _as_list(user_callbacks)
     for callback in callbacks:
         check_callback(callback)
     if len({id(callback) for callback in callbacks}) < len(callbacks):
         raise ConfigurationError("callbacks contains the same object twice. Pass each callback once.")
     arguments = trainer._arguments
     of_value = ("accumulate_grad_batches", "gradient_clip_val", "max_time")  # arguments whose value the callback gets
-    progress_bar, summary, checkpoints = (asked is None or bool(asked) for asked in (progress_bar, summary, checkpoints))
+    progress_bar, summary, checkpoints = (enabled is None or bool(enabled) for enabled in (progress_bar, summary, checkpoints))
 
-    def attach(name: str, wanted: bool, argument: str, *values: Any) -> None:
-        kind = load_callback(name) if wanted or argument in of_value else None
-        if not wanted or kind is None:
+    def attach(name: str, enabled: bool, argument: str, *values: Any) -> None:
+        kind = load_callback(name) if enabled or argument in of_value else None
+        if not enabled or kind is None:
             return
         if any(isinstance(callback, kind) for callback in callbacks):
             if argument in of_value:
@@ -145,7 +145,8 @@ def attach_callbacks(
         callbacks.append(kind(*values))
 
     has_bar = _has_bar(callbacks, progress_bar)
-    attach("progress_bar", progress_bar and not has_bar, "enable_progress_bar")  # on all processes; the main process shows it
+    # All processes have the bar; the main process shows it.
+    attach("progress_bar", progress_bar and not has_bar, "enable_progress_bar")
     attach(_summary_to_add(callbacks), summary, "enable_model_summary")
     attach("timer", arguments.max_time is not None, "max_time", arguments.max_time)
     schedule = arguments.accumulation_schedule
@@ -162,11 +163,11 @@ def attach_callbacks(
     return _checkpoints_last(callbacks)
 
 
-def _has_bar(callbacks: Iterable[Callback], wanted: bool) -> bool:
+def _has_bar(callbacks: Iterable[Callback], enabled: bool) -> bool:
     """Whether the callbacks contain a progress bar.
 
     Raises:
-        ConfigurationError: they contain two, or one that is not wanted.
+        ConfigurationError: they contain two, or one although it is not enabled.
     """
     bars = [type(callback).__name__ for callback in callbacks if getattr(callback, "is_progress_bar", False)]
     if len(bars) > 1:
@@ -174,7 +175,7 @@ def _has_bar(callbacks: Iterable[Callback], wanted: bool) -> bool:
             f"callbacks contains {len(bars)} progress bars: {', '.join(bars)}. Expected one, since they draw over each other. "
             f"Remove all but one: callbacks=[{bars[0]}()]"
         )
-    if bars and not wanted:
+    if bars and not enabled:
         raise ConfigurationError(
             f"enable_progress_bar=False and {with_article(bars[0])} in callbacks contradict each other. Remove one of them."
         )
@@ -195,8 +196,8 @@ def _summary_to_add(callbacks: Iterable[Callback]) -> str:
     return str(names[0])
 
 
-def _check_norm_is_logged(wanted: bool, callbacks: Iterable[Callback]) -> None:
-    if wanted and any(not getattr(callback, "log_norm", True) for callback in callbacks):
+def _check_norm_is_logged(enabled: bool, callbacks: Iterable[Callback]) -> None:
+    if enabled and any(not getattr(callback, "log_norm", True) for callback in callbacks):
         raise ConfigurationError(
             "log_grad_norm=True and GradientClipping(log_norm=False) in callbacks contradict each other. Remove one of them."
         )
@@ -207,16 +208,16 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
 
     Callbacks of the module of an earlier run are removed, and those that they replaced are restored.
     """
-    own = [c for c in trainer.callbacks if not _contains(trainer._module_callbacks, c)]
-    own += [c for c in trainer._replaced_callbacks if not _contains(own, c)]
-    configured = _configured_callbacks(module)
+    own_callbacks = [c for c in trainer.callbacks if not _contains(trainer._module_callbacks, c)]
+    own_callbacks += [c for c in trainer._replaced_callbacks if not _contains(own_callbacks, c)]
+    configured = _configure_callbacks(module)
     kinds = {type(callback) for callback in configured}
-    trainer._replaced_callbacks = [callback for callback in own if type(callback) in kinds]
-    kept = [callback for callback in own if type(callback) not in kinds]
+    trainer._replaced_callbacks = [callback for callback in own_callbacks if type(callback) in kinds]
+    kept = [callback for callback in own_callbacks if type(callback) not in kinds]
     clipping = load_callback("gradient_clipping")
     clips = module.automatic_optimization and is_overridden(module, "configure_gradient_clipping", TrainModule)
     if clips and not any(isinstance(callback, clipping) for callback in kept + configured):
-        configured.append(clipping(None))  # so that the module's own clipping is called
+        configured.append(clipping(None))  # It calls the module's own clipping.
     trainer._module_callbacks = configured
     trainer._run.callbacks = _checkpoints_last(kept + configured)
     for callback in trainer.callbacks:
@@ -228,7 +229,7 @@ def _contains(callbacks: list[Callback], callback: Callback) -> bool:
     return any(callback is other for other in callbacks)
 
 
-def _configured_callbacks(module: TrainModule) -> list[Callback]:
+def _configure_callbacks(module: TrainModule) -> list[Callback]:
     """What `configure_callbacks` returns, checked."""
     configured = module.configure_callbacks() if is_overridden(module, "configure_callbacks", TrainModule) else None
     callbacks = [] if configured is None else _as_list(configured)
@@ -237,12 +238,12 @@ def _configured_callbacks(module: TrainModule) -> list[Callback]:
     return callbacks
 
 
-def _as_list(given: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     """One object or several, as a list. A string or a class counts as one object, and is refused later."""
-    return list(given) if isinstance(given, Iterable) and not isinstance(given, str | type) else [given]
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, str | type) else [value]
 
 
-def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str | Logger] | None) -> list[Logger]:
+def attach_loggers(trainer: Trainer, user_loggers: bool | str | Logger | Sequence[str | Logger] | None) -> list[Logger]:
     """The user's loggers, or the default one; in a `fast_dev_run` one that stores nothing for each.
 
     Raises:
@@ -250,19 +251,19 @@ def attach_loggers(trainer: Trainer, given: bool | str | Logger | Sequence[str |
         UnknownNameError: a name that no logger has.
         MissingPackageError: a logger whose package is not installed.
     """
-    if given is False:
+    if user_loggers is False:
         return []
     if trainer.fast_dev_run:
         from trainkit.loggers.base import DummyLogger
 
-        return [DummyLogger() for _ in _as_list(given)]
+        return [DummyLogger() for _ in _as_list(user_loggers)]
     from trainkit.loggers.base import Logger
     from trainkit.loggers.logger_setup import attach, default_logger, make_logger
 
-    if given is None or given is True:
+    if user_loggers is None or user_loggers is True:
         loggers = [default_logger()]
     else:
-        loggers = [make_logger(one) if isinstance(one, str) else one for one in _as_list(given)]
+        loggers = [make_logger(one) if isinstance(one, str) else one for one in _as_list(user_loggers)]
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigurationError(
@@ -292,7 +293,7 @@ def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None
     Raises:
         ConfigurationError: a folder cannot be created.
     """
-    if run.several and run.loggers:
+    if run.distributed and run.loggers:
         from trainkit.loggers.logger_setup import share_folders
 
         share_folders(run.loggers, run.strategy.world, saved)
@@ -305,9 +306,9 @@ def start_loggers(run: Run) -> None:
         ConfigurationError: the data module and the module contradict each other, or a folder cannot be written.
     """
     owners = [o for o in (run.datamodule, run.module) if o is not None and o._log_hyperparams]
-    given = [entry for owner in owners for entry in plain_container(owner.hparams).items()]
-    values = dict(given)
-    differing = [str(name) for name, value in given if repr(value) != repr(values[name])]
+    entries = [entry for owner in owners for entry in plain_container(owner.hparams).items()]
+    values = dict(entries)
+    differing = [str(name) for name, value in entries if repr(value) != repr(values[name])]
     if differing:
         raise ConfigurationError(
             f"the data module and the module have different hyper-parameters of the same name: {', '.join(differing)}. "
@@ -353,7 +354,8 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._notices = trainer, each_once()
+        self._trainer = trainer
+        self._notices = each_once()
         self._signals = Signals(lambda: trainer._run.request_safe_point())
 
     def __enter__(self) -> Signals:
@@ -388,7 +390,7 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
                 requeue()
         elif isinstance(ending, KeyboardInterrupt):
             if not ending.args:
-                step = f"stopped after {counted(trainer.global_step, 'optimizer step')}"
+                step = f"stopped after {quantity(trainer.global_step, 'optimizer step')}"
                 ending.args = (f"{step}; " + ("no checkpoint was saved." if newest is None else f"to continue: {fit}"),)
             if self._signals.received is not None and not self._signals.twice:
                 ending.__cause__, ending.__suppress_context__ = None, True
@@ -401,7 +403,7 @@ def running(
     stage: str,
     module: TrainModule,
     datamodule: DataModule | None,
-    *given: Any,
+    *args: Any,
     signals: Signals | None = None,
 ) -> Iterator[Run]:
     """Within it the trainer has a new run, with the module and its callbacks; afterwards the run's resources are released.
@@ -429,11 +431,11 @@ def running(
     watchdog = strategy.world.watchdog
     if watchdog is not None:
         watchdog.folder = trainer.default_root_dir
-        checks.enter_run(stage, watchdog.entered)
+        checks.enter_run(stage, watchdog.enter)
     try:
         checks.begin_run(stage)
         module, compiler = unwrap_compiled(module, trainer._run.compilation)
-        _check_inputs(module, datamodule, given)
+        _check_inputs(module, datamodule, args)
         refuse_incomplete(module, stage, strategy.has_optimizer)
         outer = module._trainer
         run = trainer._run = _new_run(trainer, stage, module, datamodule, compiler, signals or Signals(lambda: None))
@@ -462,26 +464,26 @@ def running(
             if run is not None:
                 run.progress.end()
             if outer is not None and outer.stage is not None:
-                module.trainer = outer  # whose run continues
+                module.trainer = outer  # The outer run continues.
             random_state.restore()
             if watchdog is not None:
-                watchdog.left()
+                watchdog.leave()
             remote_sync.finish()  # last, as Ctrl-C may end it
 
 
 def agree_on_signals(run: Run) -> None:
     """Share a signal that has come to one process by now: it counts as received on all."""
-    if run.several:
+    if run.distributed:
         run.signals.received = run.strategy.world.largest([run.signals.received or 0])[0] or None
 
 
-def _saved_loggers(run: Run) -> Any:
+def _read_saved_loggers(run: Run) -> Any:
     """The states of the loggers in the checkpoint. A function, so that no frame of the run keeps the checkpoint in memory."""
-    found = run.checkpoint
-    return found.loaded.state["loggers"] if found is not None and "loggers" in found.parts else ()
+    checkpoint = run.checkpoint
+    return checkpoint.loaded.state["loggers"] if checkpoint is not None and "loggers" in checkpoint.components else ()
 
 
-def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) -> None:
+def _check_inputs(module: object, datamodule: object, loaders: tuple[Any, ...]) -> None:
     if not isinstance(module, TrainModule):
         hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
         raise ModuleError(
@@ -496,7 +498,7 @@ def _check_inputs(module: object, datamodule: object, given: tuple[Any, ...]) ->
         raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.{hint}")
     if datamodule is not None:
         check_datamodule(datamodule, DataModule)
-    if datamodule is not None and any(value is not None for value in given):
+    if datamodule is not None and any(value is not None for value in loaders):
         raise ConfigurationError("loaders and a datamodule were both given. Give one of them.")
 
 
@@ -551,17 +553,17 @@ def set_up(trainer: Trainer, run: Run) -> None:
     """Set up the run: log folders, `prepare_data`, `setup`, `configure_model`, the module on its device."""
     stage, module, strategy = run.progress.stage, run.module, run.strategy
     assert stage is not None
-    share_log_folders(run, _saved_loggers(run))
+    share_log_folders(run, _read_saved_loggers(run))
     if run.profiler is not None:
-        run.profiler._rank = strategy.world.rank if run.several else None
-        run.profiler.setup(stage, strategy.local_rank if run.several else None, trainer.log_dir)
+        run.profiler._rank = strategy.world.rank if run.distributed else None
+        run.profiler.setup(stage, strategy.local_rank if run.distributed else None, trainer.log_dir)
     generators = [*strategy.generators(), *other_generators(strategy.device)]  # configure_model may create layers anywhere
     seed_generators(mix(run.seed, Stage.TRAIN, Purpose.INIT), generators)
     _prepare_data(run)
     if run.datamodule is not None and is_overridden(run.datamodule, "setup", DataModule):
         run.datamodule.setup(TrainerFn(stage))
     run.hooks.run("setup", TrainerFn(stage))
-    built = module.__dict__.pop("_built", False)  # by load_from_checkpoint
+    built = module.__dict__.pop("_built", False)  # load_from_checkpoint has set it.
     if not built and is_overridden(module, "configure_model", TrainModule):
         with strategy.building(), strategy.precision.init_context():
             module.configure_model()
@@ -592,10 +594,10 @@ def build_hooks(trainer: Trainer, run: Run) -> None:
         run.callbacks,
         inserted=dict.fromkeys(epoch_ends, run.finish_metrics),
         several_loaders=any(evaluation is not None and len(evaluation.loaders) > 1 for evaluation in run.evaluations.values()),
-        timed=None if run.profiler is None else run.profiler.wrapped,
+        timed=None if run.profiler is None else run.profiler.wrap,
     )
-    own = [name for name in epoch_ends if name in run.hooks.early]
-    run.early_hooks = frozenset(chain.from_iterable(run.strategy.world.exchange(own)))  # callbacks may differ by rank
+    names = [name for name in epoch_ends if name in run.hooks.early]
+    run.early_hooks = frozenset(chain.from_iterable(run.strategy.world.exchange(names)))  # callbacks may differ by rank
 
 
 def refuse_evaluation(run: Run, stage: str, name: str) -> None:
@@ -613,7 +615,7 @@ def _cause(run: Run, exception: BaseException) -> BaseException:
     """The exception that ends the run: that of a signal if a signal to the process group has ended the loader's workers."""
     failed = isinstance(exception, RuntimeError | DataError)
     workers = run.progress.stage == "fit" and failed and "DataLoader worker" in str(exception)
-    return run.signals.ending(f"at step {run.progress.global_step}") if workers and run.signals.received_soon() else exception
+    return run.signals.ending(f"at step {run.progress.global_step}") if workers and run.signals.wait_for_signal() else exception
 
 
 def _report_exception(run: Run, exception: BaseException) -> None:
@@ -639,14 +641,14 @@ def _repeats(error: BaseException, exception: BaseException | None) -> bool:
 
 
 def _tear_down(trainer: Trainer, run: Run, stage: str, status: str, exception: BaseException | None) -> None:
-    """Run all parts of the tear-down, even if one fails; an error here must not hide the one that ended the run."""
+    """Run all steps of the tear-down, even if one fails; an error here must not hide the one that ended the run."""
     run.metrics.scope = Scope.NOWHERE
     run.metrics.batch = None
     errors: list[BaseException] = []
-    for part in _parts_to_release(trainer, run, stage, status):
+    for step in _tear_down_steps(trainer, run, stage, status):
         try:
-            part()
-        except BaseException as error:  # also an interrupt: the parts after it release locks and threads
+            step()
+        except BaseException as error:  # An interrupt is caught too: the steps after it release locks and threads.
             errors.append(error)
     if run.start_record is not None:
         run.start_record.end(trainer, exception or next(iter(errors), None))
@@ -675,8 +677,8 @@ def _show_profile(trainer: Trainer, profiler: Profiler) -> None:
         trainer.print(text)
 
 
-def _parts_to_release(trainer: Trainer, run: Run, stage: str, status: str) -> Iterator[Callable[[], Any]]:
-    """The parts of the tear-down, in order."""
+def _tear_down_steps(trainer: Trainer, run: Run, stage: str, status: str) -> Iterator[Callable[[], Any]]:
+    """The steps of the tear-down, in order."""
     for hook in run.hooks.teardown:
         yield partial(hook, TrainerFn(stage))
     if run.datamodule is not None and is_overridden(run.datamodule, "teardown", DataModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 from trainkit.data.combined import batch_size_of, evaluation_sources, training_source
 from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError, EmptyLoaderError, MissingMethodError
@@ -26,7 +26,7 @@ _STAGES = {
 }
 
 
-def train_loader(run: Run, given: Any) -> PreparedLoader:
+def train_loader(run: Run, user_loader: Any) -> PreparedLoader:
     """The training loader of a run.
 
     Raises:
@@ -34,7 +34,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
         EmptyLoaderError: it has no batch.
     """
     module, arguments = run.module, run.arguments
-    source = find_source("train_dataloader", given, run.datamodule, module)
+    source = find_source("train_dataloader", user_loader, run.datamodule, module)
     if source is None:
         raise MissingMethodError(
             f"fit needs training data: trainer.fit(module, DataLoader(...)), or define train_dataloader in "
@@ -57,7 +57,7 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
     if weighed:  # metrics are weighted like the gradient
         run.train_metrics.count = lambda batch: run.accelerator.accumulation.current.weight or 0.0
     elif loader.samples is not None:
-        run.train_metrics.count = lambda batch: loader.samples or 0  # without the padding
+        run.train_metrics.count = lambda batch: loader.samples or 0  # Padding is not counted.
     _refuse_empty(loader, "training")
     notice_overfitting(run, source)
     notice_iterator(run, source)
@@ -70,13 +70,13 @@ def train_loader(run: Run, given: Any) -> PreparedLoader:
     return loader
 
 
-def evaluation_loaders(run: Run, name: str, given: Any, sanity: bool) -> list[PreparedLoader]:
+def evaluation_loaders(run: Run, name: str, user_loaders: Any, sanity: bool) -> list[PreparedLoader]:
     """The loaders of an evaluation; none if there is no data or no step for it, or if a limit of 0 batches turns it off.
 
     Args:
         run: the run.
         name: "validation", "test" or "predict".
-        given: the loaders that the user passed.
+        user_loaders: the loaders that the user passed.
         sanity: for the sanity check.
 
     Raises:
@@ -85,20 +85,21 @@ def evaluation_loaders(run: Run, name: str, given: Any, sanity: bool) -> list[Pr
     if getattr(run.arguments, f"limit_{_STAGES[name][1]}_batches") == 0:
         run.evaluation_sources.pop(name, None)
         return []
-    sources = run.evaluation_sources.get(name, []) if sanity else []  # so that val_dataloader is called once
+    # The sanity check takes loaders that are known already, so that val_dataloader is called once.
+    sources = run.evaluation_sources.get(name, []) if sanity else []
     if not sources or any(isinstance(source, Iterator) for source in sources):  # an iterator can be read only once
-        sources = _sources(run, name, given)
-    if sanity and given is not None and any(isinstance(source, Iterator) for source in sources):
+        sources = _sources(run, name, user_loaders)
+    if sanity and user_loaders is not None and any(isinstance(source, Iterator) for source in sources):
         notice("no sanity check: the validation batches come from an iterator, which can be read only once.")
         return []
     return [_evaluation_loader(run, name, source, index, sanity) for index, source in enumerate(sources)]
 
 
-def _sources(run: Run, name: str, given: Any) -> list[Any]:
+def _sources(run: Run, name: str, value: Any) -> list[Any]:
     """The loaders of an evaluation as the user passed or defined them; none if there is no step for them."""
     module, fitting = run.module, run.progress.stage == "fit"
-    run.evaluation_sources.pop(name, None)  # those of an earlier run
-    sources = evaluation_sources(find_source(_STAGES[name][2], given, run.datamodule, module))
+    run.evaluation_sources.pop(name, None)  # An earlier run may have left them.
+    sources = evaluation_sources(find_source(_STAGES[name][2], value, run.datamodule, module))
     if sources and fitting and _overfits(run, name) and _is_shareable(run.train_source):
         sources = [run.train_source]  # the batches that are trained on
     has_step = name == "predict" or is_overridden(module, f"{name}_step", TrainModule)
@@ -134,8 +135,8 @@ def _is_shareable(source: Any) -> bool:
 
 def _evaluation_loader(run: Run, name: str, source: Any, index: int, sanity: bool) -> PreparedLoader:
     """Prepare one loader of an evaluation, with its limit."""
-    own, short, _ = _STAGES[name]
-    stage = Stage.SANITY if sanity else own
+    own_stage, short, _ = _STAGES[name]
+    stage = Stage.SANITY if sanity else own_stage
     loader = run.accelerator.prepare_loader(
         source,
         window=False,
@@ -163,7 +164,7 @@ def _set_limits(loader: PreparedLoader, limits: Sequence[int | float], argument:
     """Let a loader end at the smallest of the limits, also when its length changes."""
 
     def set_limits() -> None:
-        loader.limit = loader.micro_limit = None  # so that `length` is that of the whole epoch
+        loader.limit = loader.micro_limit = None  # Without a limit, `length` is that of the whole epoch.
         counts = [_limit(loader, limit, argument) for limit in limits]
         loader.limit = min((count for count in counts if count is not None), default=None)
 
@@ -204,7 +205,7 @@ def limit_batches(length: int | None, limit: int | float, argument: str) -> int 
     count = int(length * limit)
     if count == 0 < length:
         raise ConfigurationError(
-            f"{argument}={limit} of {counted(length, 'batch')} leaves no batch. Use a fraction of at least {1 / length:.3g}, "
+            f"{argument}={limit} of {quantity(length, 'batch')} leaves no batch. Use a fraction of at least {1 / length:.3g}, "
             f"or a number of batches: {argument}=1"
         )
     return count
@@ -212,25 +213,25 @@ def limit_batches(length: int | None, limit: int | float, argument: str) -> int 
 
 def _accumulation(run: Run, source: Any) -> set[int]:
     """The numbers of micro-batches in an accumulation window that the epochs have."""
-    wanted, schedule = run.arguments.global_batch_size, run.accumulation_schedule
+    batch_size, schedule = run.arguments.global_batch_size, run.accumulation_schedule
     if schedule is not None:
         _refuse_second_accumulation(run)
         return set(schedule.scheduling.values())
-    if wanted is None:
+    if batch_size is None:
         return {run.arguments.accumulation}
     size = batch_size_of(source)
     if size is None:
         raise ConfigurationError(
-            f"global_batch_size={wanted} needs a loader with a batch_size, which {type(source).__name__} does not have. "
+            f"global_batch_size={batch_size} needs a loader with a batch_size, which {type(source).__name__} does not have. "
             "Use accumulate_grad_batches instead."
         )
     per_round = size * run.strategy.world_size
-    if wanted % per_round:
+    if batch_size % per_round:
         raise ConfigurationError(
-            f"global_batch_size={wanted} is not a multiple of batch_size × devices = {size} × {run.strategy.world_size}. "
-            f"Use {max(1, round(wanted / per_round)) * per_round}, or another batch_size."
+            f"global_batch_size={batch_size} is not a multiple of batch_size × devices = {size} × {run.strategy.world_size}. "
+            f"Use {max(1, round(batch_size / per_round)) * per_round}, or another batch_size."
         )
-    return {wanted // per_round}
+    return {batch_size // per_round}
 
 
 def _refuse_second_accumulation(run: Run) -> None:

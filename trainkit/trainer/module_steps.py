@@ -124,10 +124,11 @@ def without_effects(run: Run, batch: Any) -> Iterator[None]:
     """Within it logged values are dropped; afterwards buffers and torchmetrics objects have their values from before."""
     outer = run.metrics
     run.metrics = MetricStore(lambda metrics, for_step: None, MetricResults())
-    run.metrics.scope, run.metrics.batch = outer.scope, batch
+    run.metrics.scope = outer.scope
+    run.metrics.batch = batch
     before = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
     objects = metric_objects(run.module).values()
-    states = [(metric, map_tensors(object_state(metric), torch.clone)) for metric in objects]  # which change in place
+    states = [(metric, map_tensors(object_state(metric), torch.clone)) for metric in objects]  # These states change in place.
     try:
         yield
     finally:
@@ -145,7 +146,7 @@ def without_data(training: Training, micro: MicroBatch) -> MicroBatch:
     Raises:
         DataError: the other ranks wait in the training step.
     """
-    if training.several and training.loader.pads:
+    if training.distributed and training.loader.pads:
         raise DataError(
             "the training loader yielded None instead of a batch. With several processes, manual optimization and strategies "
             "that shard parameters need a batch in every step. Return a usable one from the collate_fn, for example: "
@@ -184,7 +185,7 @@ def pad_evaluation(run: Run, evaluation: Evaluation, batch: Any, batch_idx: int,
 
 
 Closure = Callable[[], Any]
-_SKIP, _COMPUTE, _STEP = range(3)  # what a rank does next in `optimizer_step`
+_SKIP, _COMPUTE, _STEP = range(3)  # The next action of a rank in `optimizer_step`.
 
 
 @dataclass
@@ -215,7 +216,10 @@ class ModuleStep:
     """
 
     def __init__(self, run: Run, optimizer: Optimizer, training_step: Callable[..., Any], pad: Callable[..., None]) -> None:
-        self._run, self._own, self._training_step, self._pad = run, optimizer, training_step, pad
+        self._run = run
+        self._own = optimizer
+        self._training_step = training_step
+        self._pad = pad
         self._closure_optimizer = _ClosureOptimizer(optimizer, run.accelerator, self._step)
         self._repeats = _needs_closure(optimizer)
         self._why_once = _why_once(run)
@@ -229,7 +233,7 @@ class ModuleStep:
         self._training: Training
 
     @staticmethod
-    def needed(run: Run, optimizer: Optimizer) -> bool:
+    def is_needed(run: Run, optimizer: Optimizer) -> bool:
         """Whether the loop cannot simply call the optimizer's `step`."""
         return is_overridden(run.module, "optimizer_step", TrainModule) or _needs_closure(optimizer)
 
@@ -261,7 +265,9 @@ class ModuleStep:
             OptimizerError: it has called neither the optimizer's step nor the closure.
         """
         progress, module = self._run.progress, self._run.module
-        self._training, self._calls, self._steps = training, 0, 0
+        self._training = training
+        self._calls = 0
+        self._steps = 0
         module.optimizer_step(progress.current_epoch, progress.batch_idx, self._closure_optimizer, self._closure)
         if not self._calls and not self._steps:
             raise OptimizerError(
@@ -281,7 +287,7 @@ class ModuleStep:
         Raises:
             OptimizerError: some do something else.
         """
-        if self._training.several:
+        if self._training.distributed:
             highest, lowest = self._run.strategy.world.largest([act, -act])
             if highest != -lowest:
                 raise OptimizerError(
@@ -320,13 +326,14 @@ class ModuleStep:
     def _loss(self) -> Tensor:
         if self._repeats:
             self._run.accelerator.accumulation.take_whole_window()  # the engine multiplies the loss of a closure by its share
-        found = [(one.loss, one.micro.share) for one in self._window if one.loss is not None]
-        losses = [loss if share == 1.0 else loss * share for loss, share in found]
+        weighted = [(one.loss, one.micro.share) for one in self._window if one.loss is not None]
+        losses = [loss if share == 1.0 else loss * share for loss, share in weighted]
         if len(losses) == 1:
             loss = losses[0]
         else:
             loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self._run.strategy.device)
-        return loss.double() if self._repeats and self._training.several else loss  # one dtype, for ranks without data too
+        # Ranks without data must have the same dtype.
+        return loss.double() if self._repeats and self._training.distributed else loss
 
     def _compute_again(self) -> None:
         """Compute the gradients of the window again. Metrics are dropped, and buffers keep their values.
@@ -356,7 +363,7 @@ class ModuleStep:
         seed_generators(training.loader.forward_key(micro.index), run.strategy.generators())
         loss = _loss_of(self._training_step(micro.batch, micro.index))
         recorded.loss = None if loss is None else loss.detach()
-        if loss is not None or training.several:
+        if loss is not None or training.distributed:
             training.backward(loss)
 
 
@@ -364,7 +371,9 @@ class _KnownFirst:
     """A closure whose first result is known."""
 
     def __init__(self, loss: Any, closure: Closure, before_step: Callable[[], None]) -> None:
-        self._loss, self._closure, self._before_step = loss, closure, before_step
+        self._loss = loss
+        self._closure = closure
+        self._before_step = before_step
         self._first = True
 
     def __call__(self) -> Any:

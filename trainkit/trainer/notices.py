@@ -128,20 +128,20 @@ def warn_eval_mode(module: nn.Module) -> None:
     A module without trainable parameters may be frozen on purpose, and so may the statistics of a BatchNorm: they are not
     named.
     """
-    found: list[str] = []
+    names: list[str] = []
     for name, part in module.named_modules():
-        inside = any(name == outer or name.startswith(f"{outer}.") for outer in found)
+        inside = any(name == outer or name.startswith(f"{outer}.") for outer in names)
         if not (part.training or inside or isinstance(part, _NORMS)) and any(p.requires_grad for p in part.parameters()):
-            found.append(name)
+            names.append(name)
             if not name:
                 break
-    if not found:
+    if not names:
         return
-    if found == [""]:
+    if names == [""]:
         which, fix = type(module).__name__, "module"
     else:
-        more = ", …" if len(found) > _NAMES_SHOWN else ""
-        which, fix = ", ".join(found[:_NAMES_SHOWN]) + more, f"module.{found[0]}"
+        more = ", …" if len(names) > _NAMES_SHOWN else ""
+        which, fix = ", ".join(names[:_NAMES_SHOWN]) + more, f"module.{names[0]}"
     warn(
         f"in eval mode at the start of training: {which}. Dropout is off there and BatchNorm keeps its statistics, but the "
         f"parameters are trained. Call {fix}.train(); or freeze what is not trained: {fix}.requires_grad_(False)"

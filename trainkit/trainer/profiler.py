@@ -31,7 +31,7 @@ __all__ = [
     "Profiler",
     "PyTorchProfiler",
     "SimpleProfiler",
-    "begun_already",
+    "double_start_error",
     "make_profiler",
 ]
 
@@ -69,7 +69,7 @@ class Profiler:
     _log_dir: str | Path | None = None
     _stage: str | None = None
     _local_rank: int | None = None
-    _rank: int | None = None  # of all processes: local ranks occur on several nodes, which may share the folder
+    _rank: int | None = None  # The global rank: nodes may share the folder, and local ranks occur on each.
     _runs: Mapping[Path, int] = {}  # replaced, not changed
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
@@ -94,7 +94,9 @@ class Profiler:
             local_rank: The rank of this process on its node, if there are several processes.
             log_dir: The log folder of the run.
         """
-        self._stage, self._local_rank, self._log_dir = stage, local_rank, log_dir
+        self._stage = stage
+        self._local_rank = local_rank
+        self._log_dir = log_dir
         self._begin_files()
 
     def teardown(self, stage: str | None = None) -> None:
@@ -135,7 +137,8 @@ class Profiler:
         if text and self.filename is None:
             echo(text)
         elif text:
-            with self._surviving(path := self._path(".txt")):
+            path = self._path(".txt")
+            with self._surviving(path):
                 replace_file(path, lambda file: file.write(text + "\n"))  # a link there is not followed
 
     @contextmanager
@@ -162,17 +165,17 @@ class Profiler:
         parts = [self._stage, self.filename or default, rank]
         return Path(self.dirpath or ".") / "-".join(str(part) for part in parts if part is not None)
 
-    def wrapped(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, action: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, profiled as `action`."""
 
         @wraps(function, assigned=(), updated=())
-        def profiled(*args: Any, **kwargs: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
             with self.profile(action):
                 return function(*args, **kwargs)
 
-        return profiled
+        return wrapper
 
-    def iterated(self, action: str, iterator: Iterator[Any]) -> Iterator[Any]:
+    def iterate(self, action: str, iterator: Iterator[Any]) -> Iterator[Any]:
         """The items of an iterator; fetching each item is profiled as `action`."""
         while True:
             with self.profile(action):
@@ -227,7 +230,7 @@ class SimpleProfiler(Profiler):
             ConfigurationError: It has begun already.
         """
         if action_name in self.current_actions:
-            raise begun_already(action_name)
+            raise double_start_error(action_name)
         self.current_actions[action_name] = time.perf_counter()
 
     def stop(self, action_name: str) -> None:
@@ -248,10 +251,10 @@ class SimpleProfiler(Profiler):
         kind = type(self)
         if (kind.start, kind.stop) != (SimpleProfiler.start, SimpleProfiler.stop):
             return super().profile(action_name)  # it calls those of a subclass
-        return self._timed(action_name)
+        return self._time(action_name)
 
     @contextmanager
-    def _timed(self, action_name: str) -> Iterator[Any]:
+    def _time(self, action_name: str) -> Iterator[Any]:
         began = time.perf_counter()
         try:
             yield action_name
@@ -270,7 +273,7 @@ class SimpleProfiler(Profiler):
         return "\n".join(lines)
 
 
-def begun_already(action_name: str) -> ConfigurationError:
+def double_start_error(action_name: str) -> ConfigurationError:
     """The error for a second `start` of an action without a `stop`."""
     return ConfigurationError(
         f"profiler.start({action_name!r}): the action has begun already. Call stop({action_name!r}) first."
@@ -302,14 +305,16 @@ class AdvancedProfiler(Profiler):
         dump_stats: bool = False,
     ) -> None:
         super().__init__(dirpath, filename)
-        self.line_count_restriction, self.dump_stats = line_count_restriction, dump_stats
+        self.line_count_restriction = line_count_restriction
+        self.dump_stats = dump_stats
         self._profile: cProfile.Profile | None = None
         self._depth = 0
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
         """Start the profile of the run."""
         super().setup(stage, local_rank, log_dir)
-        self._profile, self._depth = None, 0
+        self._profile = None
+        self._depth = 0
         self.start(stage)
 
     def teardown(self, stage: str | None = None) -> None:
@@ -344,7 +349,8 @@ class AdvancedProfiler(Profiler):
         if self._profile is None:
             return "nothing was profiled"
         if self.dump_stats:
-            with self._surviving(path := self._path(".prof")):
+            path = self._path(".prof")
+            with self._surviving(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
                 self._profile.dump_stats(path)
         text = io.StringIO()
@@ -380,7 +386,7 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
 
 
 _EVALUATIONS = {"validate": "validation_step", "test": "test_step", "predict": "predict_step"}
-_EVERYTHING = {"row_limit", "sort_by"}  # of the table, which have arguments of their own
+_EVERYTHING = {"row_limit", "sort_by"}  # These options of the table have arguments of their own.
 
 
 _NOTHING = "no micro-batch was profiled: the run was shorter than wait + warmup + active"
@@ -436,8 +442,11 @@ class PyTorchProfiler(Profiler):
         **profiler_kwargs: Any,
     ) -> None:
         super().__init__(dirpath, filename)
-        self.export_to_chrome, self.row_limit, self.sort_by_key = export_to_chrome, row_limit, sort_by_key
-        self.group_by_input_shapes, self.table_kwargs = group_by_input_shapes, dict(table_kwargs or {})
+        self.export_to_chrome = export_to_chrome
+        self.row_limit = row_limit
+        self.sort_by_key = sort_by_key
+        self.group_by_input_shapes = group_by_input_shapes
+        self.table_kwargs = dict(table_kwargs or {})
         if twice := _EVERYTHING & self.table_kwargs.keys():
             raise ConfigurationError(
                 f"PyTorchProfiler(table_kwargs=) contains {', '.join(sorted(twice))}. Expected arguments of the table that "
@@ -460,7 +469,9 @@ class PyTorchProfiler(Profiler):
         self._begin(self._options)
 
     def _begin(self, options: Mapping[str, Any]) -> None:
-        self._table, self._cycles, self.function_events = _NOTHING, [], None
+        self._table = _NOTHING
+        self._cycles = []
+        self.function_events = None
         self.trace_path = self._trace()
         self._inner = torch.profiler.profile(**{"on_trace_ready": self._keep, **options})
         self._inner.start()
@@ -501,7 +512,7 @@ class PyTorchProfiler(Profiler):
             ConfigurationError: It has begun already.
         """
         if action_name in self._open:
-            raise begun_already(action_name)
+            raise double_start_error(action_name)
         self._begin_outside_a_run()
         self._open[action_name] = record_function(action_name)
         self._open[action_name].__enter__()
@@ -521,9 +532,10 @@ class PyTorchProfiler(Profiler):
     def profile(self, action_name: str) -> AbstractContextManager[Any]:
         """Show the action as a range in the trace."""
         kind = type(self)
-        own = (kind.start, kind.stop) != (PyTorchProfiler.start, PyTorchProfiler.stop)  # of a subclass
+        # Whether a subclass overrides start or stop.
+        overridden = (kind.start, kind.stop) != (PyTorchProfiler.start, PyTorchProfiler.stop)
         self._begin_outside_a_run()
-        action = super().profile(action_name) if own else record_function(action_name)
+        action = super().profile(action_name) if overridden else record_function(action_name)
         return self._with_step(action) if _EVALUATIONS.get(self._stage or "") == action_name else action
 
     @contextmanager
@@ -548,10 +560,10 @@ class PyTorchProfiler(Profiler):
         return {**self.__dict__, "_inner": None, "_open": {}, "function_events": None}  # a profile cannot be copied
 
 
-def _check(argument: str, given: Mapping[str, Any], function: Any) -> None:
+def _check(argument: str, value: Mapping[str, Any], function: Any) -> None:
     """Refuse names that a function of torch does not have."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
-    for name in given:
+    for name in value:
         if name not in known:
             raise UnknownNameError(
                 f"PyTorchProfiler({argument}): there is no {name!r}; known: {', '.join(known)}.{nearest(name, known)}"

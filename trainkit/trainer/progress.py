@@ -152,7 +152,8 @@ class RunProgress:
 
     def end(self) -> None:
         """The run is over."""
-        self.stage, self.validating = None, False
+        self.stage = None
+        self.validating = False
         if self.status is TrainerStatus.RUNNING:
             self.status = TrainerStatus.FINISHED
 
@@ -213,7 +214,8 @@ class RunProgress:
             batch_idx: the window's last micro-batch.
             steps: the accelerator's count of optimizer steps.
         """
-        self.batches_done, self.steps_done = batch_idx + 1, steps
+        self.batches_done = batch_idx + 1
+        self.steps_done = steps
         self.phase = Phase.STEP
 
     def begin_next_epoch(self, batches: int, across_epochs: bool) -> None:
@@ -240,7 +242,8 @@ class DueDates:
     """
 
     def __init__(self, arguments: TrainerArguments, progress: RunProgress) -> None:
-        self._arguments, self._progress = arguments, progress
+        self._arguments = arguments
+        self._progress = progress
 
     @property
     def max_steps_reached(self) -> bool:

@@ -17,7 +17,7 @@ from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.checks import real_number
-from trainkit.console import counted, notice, shortened, warn
+from trainkit.console import join_names, notice, quantity, warn
 from trainkit.data.order import ORDER_VERSION
 from trainkit.distributed.world import World
 from trainkit.errors import (
@@ -42,8 +42,8 @@ from trainkit.state.training_objects import (
     restore,
     with_trained_weights,
 )
-from trainkit.trainer.run_folder import Places, checkpoint_places, folder_of_run
-from trainkit.trainer.run_state import parts_of, restore_loop, restore_run
+from trainkit.trainer.run_folder import SearchFolders, folder_of_run, search_folders
+from trainkit.trainer.run_state import restore_loop, restore_run, training_objects
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -82,18 +82,19 @@ class FoundCheckpoint:
 
     Attributes:
         restart: it was chosen because the processes were restarted, regardless of `ckpt_path`.
-        parts: those of it that are restored.
+        components: those of its parts that are restored.
     """
 
     def __init__(self, path: Path, loaded: LoadedCheckpoint) -> None:
-        self.path, self.loaded = path, loaded
+        self.path = path
+        self.loaded = loaded
         self.restart = False
-        self.parts: set[str] = set()
+        self.components: set[str] = set()
 
     def __str__(self) -> str:
         manifest = self.loaded.manifest
         # the number of complete epochs; the epoch in a file name counts from 0
-        return f"{self.path} (step {manifest.step}, {counted(manifest.epoch, 'epoch')} complete)"
+        return f"{self.path} (step {manifest.step}, {quantity(manifest.epoch, 'epoch')} complete)"
 
 
 class _Listed(NamedTuple):
@@ -106,11 +107,11 @@ class _Listed(NamedTuple):
     module: str | None  # the class that was trained; None: unknown
     run_id: str | None  # None: its manifest cannot be read
     counter: int
-    finite: bool  # its manifest does not say that its parameters are not finite
+    finite: bool  # False if its manifest says that its parameters are not finite.
 
 
 def find_checkpoint(
-    run: Run, ckpt_path: str | os.PathLike[str], places: Places, *, whole: bool, enter: Enter | None = None
+    run: Run, ckpt_path: str | os.PathLike[str], folders: SearchFolders, *, whole: bool, enter: Enter | None = None
 ) -> FoundCheckpoint | None:
     """Read the checkpoint that `ckpt_path` names; `None` for a fresh start, which only "auto" allows. Collective.
 
@@ -118,7 +119,7 @@ def find_checkpoint(
         run: a fit, or an evaluation.
         ckpt_path: "auto": the newest good one, if there is one. "last": the newest good one; for both, of its run's those with
             finite parameters first. "best": that of `ModelCheckpoint`. Or a path.
-        places: where to look.
+        folders: where to look.
         whole: read everything, not the weights only.
         enter: continues in the folder of the run. "auto" and "last" skip the checkpoints of a live run; one that is named
             by its path starts another run.
@@ -129,22 +130,24 @@ def find_checkpoint(
     """
     strategy, world = run.strategy, run.strategy.world
     if ckpt_path in ("auto", "last"):
-        return _newest(run, str(ckpt_path), places, whole, enter)
+        return _newest(run, str(ckpt_path), folders, whole, enter)
 
     def find() -> list[Any] | None:
         if not world.is_main:
             return None
-        path = _path_of(run, ckpt_path, places)
+        path = _path_of(run, ckpt_path, folders)
         folder = Path(os.path.abspath(path)).parent
-        return [os.fspath(path), str(folder) if folder in places.runs else None]
+        return [os.fspath(path), str(folder) if folder in folders.runs else None]
 
-    named, folder = run_on_all_ranks(world, find)[0]
+    named, folder = run_on_all_ranks(world, find)
     if folder is not None and enter is not None and _is_busy(Path(folder), enter):
         notice(f"{folder} is in use by another live run: this run continues from its checkpoint, in a new folder.")
-    found = _read(strategy, Path(named), whole)
-    if found.loaded.manifest.finite is False:
-        warn(f"the parameters in {found.path} are not finite. For the newest checkpoint with finite ones: ckpt_path='auto'")
-    return found
+    checkpoint = _read(strategy, Path(named), whole)
+    if checkpoint.loaded.manifest.finite is False:
+        warn(
+            f"the parameters in {checkpoint.path} are not finite. For the newest checkpoint with finite ones: ckpt_path='auto'"
+        )
+    return checkpoint
 
 
 def _is_busy(folder: Path, enter: Enter) -> bool:
@@ -155,10 +158,10 @@ def _is_busy(folder: Path, enter: Enter) -> bool:
     return False
 
 
-def _path_of(run: Run, ckpt_path: str | os.PathLike[str], places: Places) -> Path:
+def _path_of(run: Run, ckpt_path: str | os.PathLike[str], folders: SearchFolders) -> Path:
     """The path of the checkpoint for "best" or a path."""
     if ckpt_path == "best":
-        return _best(run, places)
+        return _best(run, folders)
     path = local_path(ckpt_path, "ckpt_path")
     remote_sync.fetch(path)
     path = resolve_pointer(path)
@@ -187,30 +190,30 @@ def _resumable(manifest: Manifest | None) -> bool:
     return manifest is not None and bool(manifest.contents.get("resumable", False))
 
 
-def _list_checkpoints(world: World, places: Places) -> tuple[list[_Listed], str]:
+def _list_checkpoints(world: World, folders: SearchFolders) -> tuple[list[_Listed], str]:
     """The checkpoints in the order in which to try them, and the folders for messages, as the main process sees them."""
-    runs = set(places.runs) - set(places.given)
+    runs = set(folders.runs) - set(folders.dirpaths)
 
     def find() -> Any:
         if not world.is_main:
             return None
         rows = []
-        for found in candidates(*places.folders):
-            about, problem = found.manifest, found.problem
+        for listed in candidates(*folders.all):
+            about, problem = listed.manifest, listed.problem
             sound = problem is None and about is not None
             who: list[Any] = [None, None, 0, True]
             if about is not None:
                 who = [about.contents.get("module"), about.run_id, about.save_counter, about.finite is not False]
-            place = found.path.parent in runs
-            rows.append([str(found.path), None if sound else str(problem), sound and _resumable(about), place, *who])
-        return rows, str(places)
+            place = listed.path.parent in runs
+            rows.append([str(listed.path), None if sound else str(problem), sound and _resumable(about), place, *who])
+        return rows, str(folders)
 
-    rows, where = run_on_all_ranks(world, find)[0]
+    rows, where = run_on_all_ranks(world, find)
     return [_Listed(Path(path), *rest) for path, *rest in rows], where
 
 
 def newest_of(
-    strategy: Strategy, run_id: str, since: int, places: Places, enter: Enter | None, finite: bool = False
+    strategy: Strategy, run_id: str, since: int, folders: SearchFolders, enter: Enter | None, finite: bool = False
 ) -> FoundCheckpoint | None:
     """The newest good checkpoint that a run can resume from; damaged ones are named in a warning.
 
@@ -220,7 +223,7 @@ def newest_of(
         strategy: of the run.
         run_id: the run.
         since: only those with a higher save counter.
-        places: where to look.
+        folders: where to look.
         enter: continue in the folder of the run.
         finite: only those whose parameters are finite.
 
@@ -229,11 +232,11 @@ def newest_of(
         CorruptCheckpointError: there are some, and all are damaged.
     """
     bad: list[str] = []
-    listed, where = _list_checkpoints(strategy.world, places)
+    listed, where = _list_checkpoints(strategy.world, folders)
     for one in listed:
         usable = one.problem is not None or (one.resumable and (one.finite or not finite))
-        own = one.run_id == run_id and one.counter > since and usable
-        if not own and one.run_id is not None:
+        of_this_run = one.run_id == run_id and one.counter > since and usable
+        if not of_this_run and one.run_id is not None:
             continue
         try:
             if one.problem is None:
@@ -246,7 +249,7 @@ def newest_of(
         except CorruptCheckpointError as error:
             problem = str(error)
         warn(f"a checkpoint is damaged and skipped: {problem}")
-        bad += [problem] if own else []
+        bad += [problem] if of_this_run else []
     if bad:
         raise CorruptCheckpointError(
             f"the processes were restarted, but all checkpoints of this run in {where} are damaged:\n  "
@@ -265,8 +268,8 @@ def _tell_of_nonfinite(chosen: _Listed, listed: list[_Listed]) -> None:
     newer = [one.path.name for one in same if not one.finite and one.counter > chosen.counter]
     if newer:
         notice(
-            f"skipped newer checkpoints whose parameters are not finite ({shortened(newer)}): {chosen.path} is the newest with "
-            "finite ones."
+            f"skipped newer checkpoints whose parameters are not finite ({join_names(newer)}): {chosen.path} is the newest "
+            "with finite ones."
         )
 
 
@@ -274,7 +277,8 @@ class _Skipped:
     """The newer checkpoints that cannot be used, by reason."""
 
     def __init__(self, module: str, where: str) -> None:
-        self._module, self._where = module, where
+        self._module = module
+        self._where = where
         self.damaged: list[str] = []
         self.weights_only: list[str] = []
         self.of_others: list[str] = []  # names of other modules
@@ -324,8 +328,8 @@ class _Skipped:
         notice(f"there is no {which} in {self._where}: {start}")
 
 
-def _newest(run: Run, word: str, places: Places, whole: bool, enter: Enter | None) -> FoundCheckpoint | None:
-    listed, where = _list_checkpoints(run.strategy.world, places)
+def _newest(run: Run, word: str, folders: SearchFolders, whole: bool, enter: Enter | None) -> FoundCheckpoint | None:
+    listed, where = _list_checkpoints(run.strategy.world, folders)
     module = type(run.module).__name__
     skipped = _Skipped(module, where)
     for one in listed:
@@ -365,10 +369,10 @@ def _is_another(module: str | None, kind: str) -> bool:
     return module is not None and module.rpartition(".")[2] != kind
 
 
-def _best(run: Run, places: Places) -> Path:
+def _best(run: Run, folders: SearchFolders) -> Path:
     """The best checkpoint of this trainer's fit, or of a run that the user has named: no other run is meant by "best"."""
-    own = run.checkpoint_callbacks
-    ranking = [callback for callback in own if callback.monitor is not None] or own
+    callbacks = run.checkpoint_callbacks
+    ranking = [callback for callback in callbacks if callback.monitor is not None] or callbacks
     for callback in ranking:
         if callback.best_model_path:
             return Path(callback.best_model_path)
@@ -377,59 +381,59 @@ def _best(run: Run, places: Places) -> Path:
             "ckpt_path='best': fast_dev_run saves no checkpoint, so none is the best. Fix: pass the path of a checkpoint, or "
             "remove fast_dev_run from Trainer(...)"
         )
-    if not own:
+    if not callbacks:
         raise CheckpointNotFoundError(
             "ckpt_path='best' needs a ModelCheckpoint callback: Trainer(callbacks=[ModelCheckpoint(monitor='val_loss')])"
         )
     if run.progress.stage != "fit" and run.fitted is not None:
         raise CheckpointNotFoundError(_why_none_is_best(ranking, "the fit of this Trainer"))
-    return _best_of_named(ranking, _candidates_of(run, places), places)
+    return _best_of_named(ranking, _candidates_of(run, folders), folders)
 
 
-def _best_of_named(ranking: Sequence[Any], found: list[ListedCheckpoint], places: Places) -> Path:
+def _best_of_named(ranking: Sequence[Any], checkpoints: list[ListedCheckpoint], folders: SearchFolders) -> Path:
     """The best of the checkpoints in folders that the user has named, as the callbacks in `ranking` rank them."""
 
     def best(among: list[ListedCheckpoint]) -> str:
         return next(filter(None, (callback.best_in(among) for callback in ranking)), "")
 
-    if path := best([one for one in found if places.named or one.path.parent in places.given]):
+    if path := best([one for one in checkpoints if folders.named or one.path.parent in folders.dirpaths]):
         return Path(path)
-    if path := best(found):
+    if path := best(checkpoints):
         raise CheckpointNotFoundError(
             "ckpt_path='best': this Trainer has not run fit, and the folder may contain several runs, so it is not known which "
             f"one is meant. The best of the newest run is {path}. Fix: pass this path as ckpt_path, or name the folder: "
             f"ModelCheckpoint(dirpath={os.path.dirname(path)!r})"
         )
-    raise CheckpointNotFoundError(_why_none_is_best(ranking, str(places)))
+    raise CheckpointNotFoundError(_why_none_is_best(ranking, str(folders)))
 
 
-def _candidates_of(run: Run, places: Places) -> list[ListedCheckpoint]:
+def _candidates_of(run: Run, folders: SearchFolders) -> list[ListedCheckpoint]:
     """The checkpoints in folders that the user gave, and those of runs that trained the same class of module."""
-    given, module = set(places.given), type(run.module).__name__
+    dirpaths, module = set(folders.dirpaths), type(run.module).__name__
     return [
         one
-        for one in candidates(*places.folders)
-        if one.path.parent in given or one.manifest is None or not _is_another(one.manifest.contents.get("module"), module)
+        for one in candidates(*folders.all)
+        if one.path.parent in dirpaths or one.manifest is None or not _is_another(one.manifest.contents.get("module"), module)
     ]
 
 
 def _why_none_is_best(ranking: Sequence[Any], where: str) -> str:
     """The message if `"best"` finds nothing `where`; `ranking`: the callbacks that may have a monitor."""
-    wanted = " or ".join(f"monitor={one.monitor!r}, mode={one.mode!r}" for one in ranking if one.monitor is not None)
-    if not wanted:
+    rankings = " or ".join(f"monitor={one.monitor!r}, mode={one.mode!r}" for one in ranking if one.monitor is not None)
+    if not rankings:
         return (
             "ckpt_path='best': no checkpoint has been ranked yet. A ModelCheckpoint ranks by its monitor: "
             "ModelCheckpoint(monitor='val_loss')"
         )
     return (
-        f"ckpt_path='best': no checkpoint that was ranked by {wanted} is in {where}. Pass the path of a checkpoint "
+        f"ckpt_path='best': no checkpoint that was ranked by {rankings} is in {where}. Pass the path of a checkpoint "
         "(trainkit checkpoint ls FOLDER lists them with their metrics), or give ModelCheckpoint the monitor and mode of the "
         "run that saved them."
     )
 
 
 def check_restore(
-    ckpt_path: Any, given: Collection[str] | None, overrides: Mapping[str, Any] | None, strict: bool = True
+    ckpt_path: Any, names: Collection[str] | None, overrides: Mapping[str, Any] | None, strict: bool = True
 ) -> set[str]:
     """The parts to be restored.
 
@@ -440,7 +444,7 @@ def check_restore(
     _check_path(ckpt_path)
     if not isinstance(strict, bool):
         raise ConfigurationError(f"strict must be True or False, not {strict!r}.")
-    if ckpt_path is None and (given is not None or overrides or not strict):
+    if ckpt_path is None and (names is not None or overrides or not strict):
         raise ConfigurationError(
             "restore=, overrides= and strict=False need a checkpoint: add ckpt_path='auto', 'best' or the path of one."
         )
@@ -448,7 +452,7 @@ def check_restore(
         raise ConfigurationError(
             f"overrides must be a dict of optimizer options, not {overrides!r}. For example: {{'lr': 1e-4}}"
         )
-    return check_components(given, PARTS)
+    return check_components(names, PARTS)
 
 
 def _check_path(ckpt_path: Any) -> None:
@@ -479,7 +483,7 @@ def begin_resume(
     run: Run,
     saves: SavePolicy,
     ckpt_path: str | os.PathLike[str] | None,
-    wanted: set[str],
+    components: set[str],
     chosen: bool,
     strict: bool = True,
 ) -> None:
@@ -489,16 +493,16 @@ def begin_resume(
         run: the fit.
         saves: its saves.
         ckpt_path: which one; `None`: a fresh start.
-        wanted: the parts to be restored; those that cannot be restored are removed from it.
+        components: the parts to be restored; those that cannot be restored are removed from it.
         chosen: the user has named the parts.
         strict: see `restore_fit`.
     """
     world, key = run.strategy.world, f"run/{next(_FITS)}"
     run.checkpoint = None
-    _agree(run, ckpt_path, wanted, strict)
+    _agree(run, ckpt_path, components, strict)
     before = world.load_text(key) if world.restarts else None
     if ckpt_path is not None or before is not None:
-        _find(run, saves, ckpt_path, before, wanted, chosen)
+        _find(run, saves, ckpt_path, before, components, chosen)
     if run.checkpoint is None:
         world.keep_text(key, saves.run_id)
     elif not run.checkpoint.restart:  # this job has not saved the earlier checkpoints of a resumed run
@@ -510,33 +514,35 @@ def _find(
     saves: SavePolicy,
     ckpt_path: str | os.PathLike[str] | None,
     before: str | None,
-    wanted: set[str],
+    components: set[str],
     chosen: bool,
 ) -> None:
     """Read the checkpoint of the restarted job, or the requested one, and continue in the folder of its run."""
-    places = checkpoint_places(run)
-    enter = _use_folders(run, saves, places)
-    found: FoundCheckpoint | None = None
-    if run.arguments.fast_dev_run and wanted - {"model"}:
-        wanted -= {"loop", "callbacks", "loggers"}  # it starts at step 0 and writes nothing
+    folders = search_folders(run)
+    enter = _use_folders(run, saves, folders)
+    checkpoint: FoundCheckpoint | None = None
+    if run.arguments.fast_dev_run and components - {"model"}:
+        components -= {"loop", "callbacks", "loggers"}  # it starts at step 0 and writes nothing
     elif before is not None:
-        found = _newest_of_job(run.strategy, before, places, enter, finite=ckpt_path is not None)
-    if found is not None:
-        wanted |= set(PARTS)
+        checkpoint = _newest_of_job(run.strategy, before, folders, enter, finite=ckpt_path is not None)
+    if checkpoint is not None:
+        components |= set(PARTS)
     elif ckpt_path is not None:
-        continues = enter if wanted >= set(PARTS) else None  # restoring only some parts starts another run
-        weights_only = wanted <= {"model"}
-        found = find_checkpoint(run, ckpt_path, places, whole=not weights_only, enter=continues)
-        if found is None:
-            saves.places.remove_abandoned(places.runs)
-    if found is not None:
-        run.checkpoint, found.parts, run.ckpt_path = found, wanted, str(found.path)
-        _take_over(run, saves, found, wanted, chosen and not found.restart)
+        continues = enter if components >= set(PARTS) else None  # restoring only some parts starts another run
+        weights_only = components <= {"model"}
+        checkpoint = find_checkpoint(run, ckpt_path, folders, whole=not weights_only, enter=continues)
+        if checkpoint is None:
+            saves.save_folders.remove_abandoned(folders.runs)
+    if checkpoint is not None:
+        checkpoint.components = components
+        run.checkpoint = checkpoint
+        run.ckpt_path = str(checkpoint.path)
+        _take_over(run, saves, checkpoint, components, chosen and not checkpoint.restart)
         if enter is not None:
-            _find_folder(run, saves, found, places, enter)
+            _find_folder(run, saves, checkpoint, folders, enter)
 
 
-def _use_folders(run: Run, saves: SavePolicy, places: Places) -> Enter | None:
+def _use_folders(run: Run, saves: SavePolicy, folders: SearchFolders) -> Enter | None:
     """Lock the folders that callbacks were given, so that no other run removes what is being read.
 
     Returns:
@@ -544,12 +550,12 @@ def _use_folders(run: Run, saves: SavePolicy, places: Places) -> Enter | None:
     """
     callbacks: list[Any] = [] if run.arguments.fast_dev_run else list(run.checkpoint_callbacks)
     if callbacks:
-        for folder in places.given:
+        for folder in folders.dirpaths:
             saves.use_folder(folder)
-    return None if all(own.given_dirpath for own in callbacks) else saves.places.continue_in
+    return None if all(callback.user_dirpath for callback in callbacks) else saves.save_folders.continue_in
 
 
-def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str], strict: bool) -> None:
+def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, components: set[str], strict: bool) -> None:
     """Check that all processes resume from and save the same, as otherwise they would wait for each other forever.
 
     Raises:
@@ -557,10 +563,10 @@ def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str],
     """
     which = str(ckpt_path) if ckpt_path is None or ckpt_path in WORDS else "a path"  # the main process's path is used
     saving = [callback.state_key for callback in run.checkpoint_callbacks]
-    own = [f"ckpt_path={which}", f"restore={sorted(wanted)}", f"strict={strict}", f"callbacks={saving}"]
-    by_rank = run.strategy.world.exchange(own)
-    for rank, own in enumerate(by_rank):
-        for first, other in zip(by_rank[0], own, strict=True):
+    settings = [f"ckpt_path={which}", f"restore={sorted(components)}", f"strict={strict}", f"callbacks={saving}"]
+    by_rank = run.strategy.world.exchange(settings)
+    for rank, settings in enumerate(by_rank):
+        for first, other in zip(by_rank[0], settings, strict=True):
             if first != other:
                 raise ConfigurationError(
                     f"all processes must resume from the same checkpoint and save the same: rank 0 has {first}, but rank "
@@ -569,67 +575,68 @@ def _agree(run: Run, ckpt_path: str | os.PathLike[str] | None, wanted: set[str],
                 )
 
 
-def _find_folder(run: Run, saves: SavePolicy, found: FoundCheckpoint, places: Places, enter: Enter) -> None:
+def _find_folder(run: Run, saves: SavePolicy, checkpoint: FoundCheckpoint, folders: SearchFolders, enter: Enter) -> None:
     """Continue in the run's own folder also if the checkpoint was in the `dirpath` of a callback."""
-    if saves.places.of_run is None and saves.run_id == found.loaded.manifest.run_id:
-        folder = folder_of_run(run.strategy.world, places.runs, saves.run_id)
+    if saves.save_folders.of_run is None and saves.run_id == checkpoint.loaded.manifest.run_id:
+        folder = folder_of_run(run.strategy.world, folders.runs, saves.run_id)
         if folder is not None:
             enter(folder)
 
 
 def _newest_of_job(
-    strategy: Strategy, before: str, places: Places, enter: Enter | None, finite: bool
+    strategy: Strategy, before: str, folders: SearchFolders, enter: Enter | None, finite: bool
 ) -> FoundCheckpoint | None:
     """The checkpoint to resume from after a restart of the processes: the newest that the run has saved since the job began.
 
     `finite`: only one whose parameters are finite, because the run began with a checkpoint, too.
     """
     run_id, _, since = before.partition(" ")
-    found = newest_of(strategy, run_id, int(since or 0), places, enter, finite)
-    if found is None:
+    checkpoint = newest_of(strategy, run_id, int(since or 0), folders, enter, finite)
+    if checkpoint is None:
         notice(
             f"the processes were restarted, but no checkpoint {'with finite parameters ' if finite else ''}was saved since the "
             "job began: the run starts as it did the first time."
         )
         return None
-    found.restart = True
+    checkpoint.restart = True
     notice("the processes were restarted: the run continues from its newest checkpoint, regardless of ckpt_path.")
-    return found
+    return checkpoint
 
 
-def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[str], chosen: bool) -> None:
+def _take_over(run: Run, saves: SavePolicy, checkpoint: FoundCheckpoint, components: set[str], chosen: bool) -> None:
     """Take from the checkpoint what must be known before loaders and optimizers are created: the seed and the run.
 
     Args:
         run: the fit.
         saves: its saves.
-        found: the checkpoint.
-        wanted: the parts to be restored; the loggers are removed from it if this is another run.
+        checkpoint: the checkpoint.
+        components: the parts to be restored; the loggers are removed from it if this is another run.
         chosen: the user has named the parts.
     """
-    manifest = found.loaded.manifest
-    if wanted - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in found.loaded.state:
+    manifest = checkpoint.loaded.manifest
+    if components - {"model", "optimizer", "scheduler", "scaler"} and "loop" not in checkpoint.loaded.state:
         raise CheckpointError(
-            f"{found.path} was saved by your own training loop, whose position a Trainer cannot restore. Fix: restore the "
+            f"{checkpoint.path} was saved by your own training loop, whose position a Trainer cannot restore. Fix: restore the "
             "other parts: fit(..., ckpt_path=..., restore={'model', 'optimizer', 'scheduler', 'scaler'})"
         )
-    notice(f"resuming from {found}.")
-    _note_moved(run, manifest, loop="loop" in wanted)
-    if not wanted >= set(PARTS):
-        left = [part for part in PARTS if part not in wanted]
-        notice(f"restored: {', '.join(p for p in PARTS if p in wanted) or 'nothing'}. Not restored: {', '.join(left)}.")
-    elif found.path.absolute().parent in saves.folders:
+    notice(f"resuming from {checkpoint}.")
+    _note_moved(run, manifest, loop="loop" in components)
+    if not components >= set(PARTS):
+        left = [part for part in PARTS if part not in components]
+        notice(f"restored: {', '.join(p for p in PARTS if p in components) or 'nothing'}. Not restored: {', '.join(left)}.")
+    elif checkpoint.path.absolute().parent in saves.folders:
         saves.run_id = manifest.run_id
     elif chosen or not run.loggers:
         pass
-    elif _has_its_log(run, found):
+    elif _has_its_log(run, checkpoint):
         notice("this run is not the one that saved the checkpoint, but was given its log: it continues that log.")
     else:
-        wanted.discard("loggers")  # continuing in its files would cut off what the other run has logged since
+        components.discard("loggers")  # continuing in its files would cut off what the other run has logged since
         notice("this run is not the one that saved the checkpoint, so it does not continue the log of that run.")
-    saves.resumed_from, saves.resumed_saved_at = found.path, manifest.saved_at
+    saves.resumed_from = checkpoint.path
+    saves.resumed_saved_at = manifest.saved_at
     saves.resumed_finite = manifest.finite is not False
-    if "loop" not in wanted:
+    if "loop" not in components:
         return
     # loaders are created before the loop is restored: those of the epoch in which they were last created
     every = run.arguments.reload_dataloaders_every_n_epochs
@@ -638,12 +645,12 @@ def _take_over(run: Run, saves: SavePolicy, found: FoundCheckpoint, wanted: set[
     _take_seed(run, manifest)
 
 
-def _has_its_log(run: Run, found: FoundCheckpoint) -> bool:
+def _has_its_log(run: Run, checkpoint: FoundCheckpoint) -> bool:
     """Whether a logger was given the log of the checkpoint's run, as by `version`: it continues there, as in its own run."""
     from trainkit.loggers.log_folder import is_given_log_of
     from trainkit.loggers.logger_setup import states_of
 
-    states = states_of(run.loggers, found.loaded.state.get("loggers", ()))
+    states = states_of(run.loggers, checkpoint.loaded.state.get("loggers", ()))
     pairs = [(logger, state) for logger, state in zip(run.loggers, states, strict=True) if state is not None]
     agreed: bool = run.strategy.world.from_main(any(is_given_log_of(logger, state) for logger, state in pairs))
     return agreed
@@ -682,42 +689,44 @@ def _take_seed(run: Run, manifest: Manifest) -> None:
             )
 
 
-def restore_fit(run: Run, training: Training, wanted: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
+def restore_fit(run: Run, training: Training, components: set[str], overrides: Mapping[str, Any], strict: bool = True) -> bool:
     """Restore the checkpoint into the run, which is set up; returns whether there is a checkpoint.
 
     Args:
         run: the fit.
         training: what its loop calls.
-        wanted: the parts to be restored.
+        components: the parts to be restored.
         overrides: options of the optimizers.
         strict: names that are missing or not expected in the model are an error.
 
     Raises:
         StateMismatchError: the checkpoint does not fit; nothing has been trained.
     """
-    found, run.checkpoint = run.checkpoint, None  # its memory is released at the end of this function
-    if found is None:
+    checkpoint, run.checkpoint = run.checkpoint, None  # The memory of the checkpoint is released at the end of this function.
+    if checkpoint is None:
         return False
-    loaded = found.loaded
+    loaded = checkpoint.loaded
     state = loaded.state
     # the position first, so that one that does not fit raises before anything has changed
-    if "loop" in wanted:
+    if "loop" in components:
         restore_loop(run, training, state["loop"])
-    if "callbacks" in wanted:
-        check_callbacks(run.callbacks, state["callbacks"], str(found.path))
+    if "callbacks" in components:
+        check_callbacks(run.callbacks, state["callbacks"], str(checkpoint.path))
     seen = _run_load_hooks(run, loaded)
     tensors = with_trained_weights({**loaded.tensors, "model": seen["state_dict"]}, loaded.tensors["model"], seen)
-    parts = parts_of(run)
-    aliases, what = loaded.manifest.aliases, str(found.path)
+    objects = training_objects(run)
+    aliases, what = loaded.manifest.aliases, str(checkpoint.path)
     strict = strict and run.module.strict_loading
-    restore_parts = partial(restore, parts, tensors, state, aliases, components=wanted, what=what, strict=strict, keep=True)
+    restore_objects = partial(
+        restore, objects, tensors, state, aliases, components=components, what=what, strict=strict, keep=True
+    )
     state = {**state, "callbacks": seen["callbacks"]} if "callbacks" in state else state
-    restore_run(run, state, wanted, what, restore_parts)
-    if overrides and not found.restart:  # a restarted run has them already
-        _override(parts, overrides)
-    if "loop" in wanted and run.due.training_ends and not run.progress.should_stop:
+    restore_run(run, state, components, what, restore_objects)
+    if overrides and not checkpoint.restart:  # a restarted run has them already
+        _override(objects, overrides)
+    if "loop" in components and run.due.training_ends and not run.progress.should_stop:
         notice(
-            f"the checkpoint is of step {run.progress.global_step}, {counted(run.progress.current_epoch, 'epoch')} complete, "
+            f"the checkpoint is of step {run.progress.global_step}, {quantity(run.progress.current_epoch, 'epoch')} complete, "
             f"and nothing is left to train: max_epochs={run.arguments.max_epochs}, max_steps={run.arguments.max_steps}. Raise "
             "them to continue."
         )
@@ -734,31 +743,31 @@ def _run_load_hooks(run: Run, loaded: LoadedCheckpoint) -> dict[str, Any]:
 
 def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
     """Load only the model's weights, for an evaluation; `strict` as for `restore_fit`."""
-    found = find_checkpoint(run, ckpt_path, checkpoint_places(run), whole=False)
-    if found is None:
+    checkpoint = find_checkpoint(run, ckpt_path, search_folders(run), whole=False)
+    if checkpoint is None:
         return
-    loaded, run.ckpt_path = found.loaded, str(found.path)
+    loaded, run.ckpt_path = checkpoint.loaded, str(checkpoint.path)
     seen = _run_load_hooks(run, loaded)
-    parts = TrainingObjects([run.module], [], [], run.strategy.precision, run.strategy)
-    tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(found.path)
+    objects = TrainingObjects([run.module], [], [], run.strategy.precision, run.strategy)
+    tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(checkpoint.path)
     strict = strict and run.module.strict_loading
-    restore(parts, tensors, loaded.state, aliases, components={"model"}, what=what, strict=strict)
-    notice(f"weights of {found}.")
+    restore(objects, tensors, loaded.state, aliases, components={"model"}, what=what, strict=strict)
+    notice(f"weights of {checkpoint}.")
 
 
-def _override(parts: TrainingObjects, overrides: Mapping[str, Any]) -> None:
+def _override(objects: TrainingObjects, overrides: Mapping[str, Any]) -> None:
     """Replace restored options of the optimizers' parameter groups."""
     for name, value in overrides.items():
-        known = sorted({key for o in parts.optimizers for group in o.param_groups for key in group if key != "params"})
+        known = sorted({key for o in objects.optimizers for group in o.param_groups for key in group if key != "params"})
         if name not in known:
             raise UnknownNameError(
                 f"overrides: no optimizer has the option {name!r}; known: {', '.join(known)}.{nearest(name, known)}"
             )
         if name == "lr":
             real_number(value, "overrides: lr", least=0, fix="overrides={'lr': 1e-4}")
-        for optimizer in parts.optimizers:
+        for optimizer in objects.optimizers:
             if name == "lr":
-                _override_lr(optimizer, parts.schedulers, value)
+                _override_lr(optimizer, objects.schedulers, value)
                 continue
             for group in optimizer.param_groups:
                 if name in group:
@@ -768,18 +777,18 @@ def _override(parts: TrainingObjects, overrides: Mapping[str, Any]) -> None:
 
 def _override_lr(optimizer: Any, schedulers: Collection[Any], rate: float) -> None:
     """Set a new learning rate. If there is a schedule, its initial learning rate changes, and the rest of it is scaled."""
-    own = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
+    own_schedulers = [scheduler for scheduler in schedulers if getattr(scheduler, "optimizer", None) is optimizer]
     factors = []
     for group in optimizer.param_groups:
         before = float(group.get("initial_lr", group["lr"]))
         factors.append(rate / before if before else 1.0)
-        keys = ("lr", "initial_lr", "max_lr", "min_lr") if own and before else ("lr",)
+        keys = ("lr", "initial_lr", "max_lr", "min_lr") if own_schedulers and before else ("lr",)
         for key in keys:
             if key in group:
                 value = rate if len(keys) == 1 else float(group[key]) * factors[-1]
                 # a tensor is filled and not replaced: compiled and captured steps refer to it
                 group[key] = group[key].fill_(value) if isinstance(group[key], Tensor) else value
-    for scheduler in own:
+    for scheduler in own_schedulers:
         _scale(scheduler, factors)
 
 

@@ -190,7 +190,8 @@ class Run:
 
     def use_arguments(self, arguments: TrainerArguments) -> None:
         """Use other arguments in the next run."""
-        self.arguments, self.accumulation = arguments, arguments.accumulation
+        self.arguments = arguments
+        self.accumulation = arguments.accumulation
         self.due = DueDates(arguments, self.progress)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -265,7 +266,7 @@ class Run:
 
         With several processes the step flags do that, so that all ranks check after the same step.
         """
-        if not self.several:
+        if not self.distributed:
             self.progress.safe_point_due = True
 
     def manual_backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -276,13 +277,13 @@ class Run:
         if is_overridden(self.module, "backward", ModuleHooks):
             kwargs["call"] = self.module.backward
         backward = (
-            self.accelerator.backward if self.profiler is None else self.profiler.wrapped("backward", self.accelerator.backward)
+            self.accelerator.backward if self.profiler is None else self.profiler.wrap("backward", self.accelerator.backward)
         )
         backward(loss, **kwargs)
         self.hooks.run("on_after_backward")
 
     @property
-    def several(self) -> bool:
+    def distributed(self) -> bool:
         """Whether there are several processes."""
         return self.strategy.world.size > 1
 
@@ -328,7 +329,7 @@ class Run:
         own_step = take_step(row)
         step = step if own_step is None else own_step
         for logger in self.loggers:
-            with logger._surviving(f"write the metrics of step {step}"):  # also of a class that overrides log_metrics
+            with logger._surviving(f"write the metrics of step {step}"):  # Loggers that override log_metrics are covered too.
                 logger.log_metrics(row, step)
 
     def preview_metrics(self, hook: str) -> None:
@@ -347,21 +348,21 @@ class Run:
         """Reduce what was logged in the training epoch; note which values are of the current step."""
         store, step, computed = self.train_metrics, self.progress.global_step, self.progress.computed
         window = store.stamp - store.stamp % self.accumulation  # first micro-batch of the last one
-        trained, present = set(store.step_values()), store.logged_since(window)
+        trained, present = set(store.step_values()), store.list_logged_since(window)
         ended = store.flush_epoch()
         for names, last in ((trained, step - 1), ((*present, *ended), step)):
             computed.update((name, last) for name in names if name not in self.results.evaluated)
         warn_shared_names(self, trained.union(ended))
 
-    def logged_in(self, name: str) -> float:
+    def find_logged_step(self, name: str) -> float:
         """The `global_step` in which a metric was logged last; infinity if that is unknown."""
-        stamp = None if name in self.results.evaluated else self.train_metrics.logged_at(name)
+        stamp = None if name in self.results.evaluated else self.train_metrics.last_stamp(name)
         if stamp is None:
-            return self.computed_in(name)
+            return self.find_computed_step(name)
         windows = self.progress.batch_idx // self.accumulation - stamp // self.accumulation
         return self.progress.global_step - windows
 
-    def computed_in(self, name: str) -> float:
+    def find_computed_step(self, name: str) -> float:
         """The `global_step` in which the value of an epoch or an evaluation was computed; infinity if that is unknown."""
         base, of_loader, index = name.partition("/dataloader_idx_")
         known = [self.progress.computed.get(key) for key in (name, f"{base}_epoch{of_loader}{index}")]

@@ -22,31 +22,31 @@ if TYPE_CHECKING:
     from trainkit.loggers import Logger
     from trainkit.trainer.run import Run
 
-__all__ = ["Places", "checkpoint_places", "choose_folder", "folder_of_fit", "folder_of_run", "opens_files", "shown_folders"]
+__all__ = ["SearchFolders", "choose_folder", "folder_of_fit", "folder_of_run", "list_folders", "opens_files", "search_folders"]
 
 
-class Places(NamedTuple):
+class SearchFolders(NamedTuple):
     """Where checkpoints are looked for.
 
     Attributes:
-        given: the folders that callbacks were given (`dirpath`).
+        dirpaths: the folders that callbacks were given (`dirpath`).
         runs: the checkpoint folders of all runs that `"auto"` and `"last"` may mean.
         below: what `runs` were looked for in, for messages.
         named: the user has named the experiment, so that `runs` are only its own.
     """
 
-    given: list[Path]
+    dirpaths: list[Path]
     runs: list[Path]
     below: list[Path]
     named: bool = False
 
     @property
-    def folders(self) -> list[Path]:
+    def all(self) -> list[Path]:
         """All folders, without duplicates."""
-        return list(dict.fromkeys([*self.given, *self.runs]))
+        return list(dict.fromkeys([*self.dirpaths, *self.runs]))
 
     def __str__(self) -> str:
-        return ", ".join(map(str, dict.fromkeys([*self.given, *self.below])))
+        return ", ".join(map(str, dict.fromkeys([*self.dirpaths, *self.below])))
 
 
 def choose_folder(run: Run) -> Path:
@@ -71,10 +71,10 @@ def choose_folder(run: Run) -> Path:
             folder = str(LogFolder(root, None).claim())
         return os.path.abspath(os.path.join(folder, CHECKPOINTS))
 
-    return Path(run_on_all_ranks(world, choose, CheckpointWriteError)[0])
+    return Path(run_on_all_ranks(world, choose, CheckpointWriteError))
 
 
-def checkpoint_places(run: Run) -> Places:
+def search_folders(run: Run) -> SearchFolders:
     """Where `"auto"`, `"last"` and `"best"` look: where this run saves, and the folders of earlier runs.
 
     An experiment whose logger was given a name, or a run whose logger was given a version, is looked for under that name only:
@@ -82,9 +82,9 @@ def checkpoint_places(run: Run) -> Places:
     which versions of trainkit without run folders wrote, are used if there are no others.
     """
     callbacks: list[Any] = list(run.checkpoint_callbacks)
-    given = [Path(own) for callback in callbacks if (own := callback.given_dirpath) is not None]
-    if callbacks and len(given) == len(callbacks):
-        return Places(list(dict.fromkeys(given)), [], [])
+    dirpaths = [Path(dirpath) for callback in callbacks if (dirpath := callback.user_dirpath) is not None]
+    if callbacks and len(dirpaths) == len(callbacks):
+        return SearchFolders(list(dict.fromkeys(dirpaths)), [], [])
     root = Path(os.path.abspath(run.root_dir))
     _pull_folders(run, root)
     below, runs = [root], [*folders_below(root)]
@@ -96,14 +96,14 @@ def checkpoint_places(run: Run) -> Places:
         _pull_folders(run, place)
         if versioned:
             place = Path(os.path.abspath(logger._run_folder().path or place))
-        own = folders_below(place, deep=False)
+        folders = folders_below(place, deep=False)
         if not named:
-            runs += own
+            runs += folders
             below = below if place.is_relative_to(root) else [*below, place]
         else:
             below = [place]
-            runs = own if any(map(_has_files, own)) else [root / CHECKPOINTS]
-    return Places(list(dict.fromkeys(given)), list(dict.fromkeys(runs)), below, named)
+            runs = folders if any(map(_has_files, folders)) else [root / CHECKPOINTS]
+    return SearchFolders(list(dict.fromkeys(dirpaths)), list(dict.fromkeys(runs)), below, named)
 
 
 def _pull_folders(run: Run, root: Path) -> None:
@@ -112,22 +112,22 @@ def _pull_folders(run: Run, root: Path) -> None:
         remote.pull_folders()
 
 
-def shown_folders(run: Run) -> list[str]:
+def list_folders(run: Run) -> list[str]:
     """Where the checkpoints of a run go, for messages; no folder is chosen or created."""
     callbacks: list[Any] = list(run.checkpoint_callbacks)
-    own = [callback.given_dirpath for callback in callbacks]
-    running = None if run.save_policy is None else run.save_policy.places.of_run
+    dirpaths = [callback.user_dirpath for callback in callbacks]
+    running = None if run.save_policy is None else run.save_policy.save_folders.of_run
     if running is None:
         logger = _logger_with_folder(run)
         place = run.root_dir if logger is None else logger.root_dir
         version = None if logger is None else logger._run_folder().path
         running = Path(os.path.abspath(version or os.path.join(place, "version_N")), CHECKPOINTS)
-    return list(dict.fromkeys(str(running) if folder is None else folder for folder in own))
+    return list(dict.fromkeys(str(running) if folder is None else folder for folder in dirpaths))
 
 
 def folder_of_fit(run: Run) -> Path | None:
     """The folder of a fit that has begun; `None` if it writes nothing in a folder of its own. Chooses and creates none."""
-    chosen = None if run.save_policy is None else run.save_policy.places.of_run
+    chosen = None if run.save_policy is None else run.save_policy.save_folders.of_run
     if chosen is not None:
         return chosen.parent
     logger = _logger_with_folder(run)
@@ -140,10 +140,10 @@ def folder_of_run(world: World, runs: list[Path], run_id: str) -> Path | None:
     def find() -> str | None:
         if not world.is_main:
             return None
-        found = (one for one in candidates(*runs) if one.manifest is not None and one.manifest.run_id == run_id)
-        return next((str(one.path.parent) for one in found), None)
+        listed = (one for one in candidates(*runs) if one.manifest is not None and one.manifest.run_id == run_id)
+        return next((str(one.path.parent) for one in listed), None)
 
-    folder = run_on_all_ranks(world, find)[0]
+    folder = run_on_all_ranks(world, find)
     return None if folder is None else Path(folder)
 
 

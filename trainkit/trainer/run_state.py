@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from trainkit.trainer.run import Run
     from trainkit.trainer.setup import Training
 
-__all__ = ["capture_run", "parts_of", "restore_loop", "restore_run"]
+__all__ = ["capture_run", "restore_loop", "restore_run", "training_objects"]
 
 
-def parts_of(run: Run) -> TrainingObjects:
+def training_objects(run: Run) -> TrainingObjects:
     """What is trained."""
     schedulers = [config.scheduler for config in run.schedulers]
     return TrainingObjects([run.module], run.torch_optimizers, schedulers, run.strategy.precision, run.strategy)
@@ -77,13 +77,13 @@ def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
     # a stop that was carried out, or is about to be, must not end the run that resumes here: it will be requested again
     requested = not (progress.stop is Stop.STOPPED or (between and run.due.may_stop))
     # over several processes a request of the step that is complete has not been exchanged yet
-    underway = run.several and progress.phase is Phase.STEP and progress.should_stop
+    underway = run.distributed and progress.phase is Phase.STEP and progress.should_stop
     stop_asked = progress.stop in (Stop.REQUESTED, Stop.STOPPING) or underway
     return {
         "global_step": progress.global_step,
         "current_epoch": progress.current_epoch,
         "phase": progress.phase.value,
-        "position": loader.gathered(loader.position(progress.current_epoch, progress.batches_consumed)),
+        "position": loader.gather_position(loader.position(progress.current_epoch, progress.batches_consumed)),
         "window": progress.batches_consumed - progress.batches_done,
         "validated": progress.validations,
         "earlier_batches": progress.earlier_batches,
@@ -147,27 +147,27 @@ def _restore_intervals(run: Run, training: Training, window: int) -> None:
 def restore_run(
     run: Run,
     state: Mapping[str, Any],
-    wanted: set[str],
+    components: set[str],
     what: str = "the checkpoint",
-    restore_parts: Callable[[], None] = lambda: None,
+    restore_objects: Callable[[], None] = lambda: None,
 ) -> None:
-    """Metrics, callbacks, loggers and the data module, as far as they are wanted.
+    """Metrics, callbacks, loggers and the data module, as far as `components` names them.
 
     Args:
         run: The fit.
         state: The state in the checkpoint, whose position is restored.
-        wanted: The parts to restore.
+        components: The parts to restore.
         what: The checkpoint, for messages.
-        restore_parts: Restores the model and the optimizers. Those of trainkit's callbacks whose state is refused are found
+        restore_objects: Restores the model and the optimizers. Those of trainkit's callbacks whose state is refused are found
             before; loggers remove what was written later, and come last.
 
     Raises:
         CorruptCheckpointError: The owner of a state cannot load it.
     """
-    if "callbacks" in wanted:
+    if "callbacks" in components:
         restore_callbacks(run.callbacks, state["callbacks"], what, of_trainkit=True)
-    restore_parts()
-    if "loop" in wanted:
+    restore_objects()
+    if "loop" in components:
         world = run.strategy.data_world
         metrics = merge_states(state["metrics"], world.rank, world.size)
         run.train_metrics.load_state_dict(metrics, run.module, run.strategy.device)
@@ -175,8 +175,8 @@ def restore_run(
         if run.datamodule is not None and state.get("datamodule"):
             with explain_load_errors(run.datamodule, "datamodule", what):
                 run.datamodule.load_state_dict(state["datamodule"])
-    if "callbacks" in wanted:
+    if "callbacks" in components:
         restore_callbacks(run.callbacks, state["callbacks"], what, of_trainkit=False)
         report_callbacks(run.callbacks, state["callbacks"])
-    if "loggers" in wanted:
+    if "loggers" in components:
         restore_loggers(run.loggers, state["loggers"], what)

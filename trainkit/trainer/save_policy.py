@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainkit.checkpoint.checkpoint_plan import CheckpointContent
+from trainkit.checkpoint.checkpoint_plan import CheckpointContent, sizes_to_copy
+from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.commit import CommitResult, check_target
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.saver import SaveFolders, Saver
@@ -18,13 +19,13 @@ from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.loggers.base import Logger
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.registry import load_callback
-from trainkit.state.model import frozen_fingerprint
+from trainkit.state.model import fingerprint_frozen
 from trainkit.state.plan_checkpoint import plan_checkpoint
 from trainkit.state.pretrained import has_adapters
 from trainkit.state.training_objects import TRAINED_WEIGHTS, SaveMode, capture, checkpoint_for_hooks, manifest_fields
 from trainkit.trainer.progress import Phase
 from trainkit.trainer.run_folder import choose_folder
-from trainkit.trainer.run_state import capture_run, parts_of
+from trainkit.trainer.run_state import capture_run, training_objects
 from trainkit.trainer.safe_points import SafePoints
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SavePolicy"]
 
-_MAX_FAILURES = 3  # in a row, which end the run
+_MAX_FAILURES = 3  # The run ends after this number of failures in a row.
 
 
 class SavePolicy:
@@ -50,7 +51,7 @@ class SavePolicy:
         resumed_from: the checkpoint that the run resumed from.
         resumed_saved_at: when that one was saved, as in its manifest.
         resumed_finite: whether its parameters are finite, as far as it says.
-        places: the folders that it saves to.
+        save_folders: the folders that it saves to.
     """
 
     def __init__(self, run: Run) -> None:
@@ -60,7 +61,7 @@ class SavePolicy:
         self.resumed_from: Path | None = None
         self.resumed_saved_at: str | None = None
         self.resumed_finite = True
-        self.places = SaveFolders(self._world, self.run_id)
+        self.save_folders = SaveFolders(self._world, self.run_id)
         self._counter = 0
         self.safe_points = SafePoints(run, self._report_failures, self._report_saved)
         self._saver = Saver(self.safe_points.save_failed, self._world.thread_exchange(f"saves/{self.run_id}"))
@@ -71,7 +72,8 @@ class SavePolicy:
         self._nonfinite: deque[tuple[int, CommitResult]] = deque()  # the step; the writer's thread appends
         self._warned_of_nonfinite = False
         self._fingerprint: tuple[list[str], str] | None = None
-        self._replaced = False  # by weights that no metric was computed with
+        self._reserves = False
+        self._replaced = False  # Whether the weights were replaced by some that no metric was computed with.
 
     def continue_in(self, run: Run) -> None:
         """An evaluation begins after the fit; saves from now on are of its module."""
@@ -80,7 +82,7 @@ class SavePolicy:
     @property
     def folders(self) -> list[Path]:
         """The folders that the run saves to."""
-        return self.places.folders
+        return self.save_folders.folders
 
     def use_folder(self, folder: Path) -> None:
         """Save to a folder; no other run may save there while this run is alive.
@@ -89,11 +91,11 @@ class SavePolicy:
             CheckpointWriteError: it cannot be written, or is not the same for all processes.
             CheckpointLockedError: another live run saves there.
         """
-        self.places.use(folder, self.run_id)
+        self.save_folders.use(folder, self.run_id)
 
     def last_counter(self) -> int:
         """The highest save counter of this run in its folders; 0 if it has saved none."""
-        return self.places.last_counter(self.run_id)
+        return self.save_folders.last_counter(self.run_id)
 
     def begin(self) -> None:
         """The run starts, new or resumed. Its state is encoded once, so that a value that cannot be stored raises now.
@@ -102,7 +104,7 @@ class SavePolicy:
             UnsavableError: a value cannot be stored, the message names the path to it; or a `state_dict` is not ready yet.
             CheckpointWriteError: a folder cannot be created or written.
         """
-        self.places.choose(partial(choose_folder, self._run))
+        self.save_folders.choose(partial(choose_folder, self._run))
         if self.folders:
             self._counter = max(self._counter, self.last_counter())
             try:
@@ -114,7 +116,7 @@ class SavePolicy:
                     "Fix: create what they read in __init__ or setup"
                 ) from error
             plan_checkpoint(self._world, content)
-            self.places.begin(self.run_id)
+            self.save_folders.begin(self.run_id)
 
     def content(
         self,
@@ -123,17 +125,18 @@ class SavePolicy:
         save: SaveMode | None = None,
         saved_by: str | None = None,
         metrics: Mapping[str, float] | None = None,
+        checksum: str = DEFAULT_CHECKSUM,
     ) -> CheckpointContent:
         """The content of a checkpoint of this moment; its tensors are the run's own and not copies."""
         run = self._run
         main = self._world.is_main or run.strategy.shards_parameters  # sharded parameters are gathered
-        fingerprints = {0: self._frozen() if main else "the main process's"} if save == "trainable" else {}
-        taken = capture(parts_of(run), save=save or "all", weights_only=weights_only, fingerprints=fingerprints)
+        fingerprints = {0: self._fingerprint_frozen() if main else "the main process's"} if save == "trainable" else {}
+        taken = capture(training_objects(run), save=save or "all", weights_only=weights_only, fingerprints=fingerprints)
         state = {**taken.state, **capture_run(run, None if weights_only else run.train_loader)}
         seen = checkpoint_for_hooks(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
         run.hooks.run("on_save_checkpoint", seen)
         taken.tensors["model"] = seen.pop("state_dict")
-        aliases = taken.aliases["model"]  # of names that a hook has not removed
+        aliases = taken.aliases["model"]  # Names that a hook has removed have no alias.
         taken.aliases["model"] = {alias: name for alias, name in aliases.items() if name in taken.tensors["model"]}
         for name in ("callbacks", "hyper_parameters"):
             kept = seen.pop(name, {})
@@ -157,15 +160,22 @@ class SavePolicy:
         described["contents"]["module"] = state["module"]  # "auto" finds the checkpoints of a module by this
         parameters: dict[str, dict[str, bool]] = dict(taken.parameters)
         if TRAINED_WEIGHTS in state["user"]:  # a run resumes with these, not with the averaged ones
-            parameters["state"] = {f"user/{TRAINED_WEIGHTS}/{name}": own for name, own in parameters["model"].items()}
-        return CheckpointContent(taken.tensors, state, described, taken.attachments, parameters=parameters)
+            parameters["state"] = {f"user/{TRAINED_WEIGHTS}/{name}": tensor for name, tensor in parameters["model"].items()}
+        return CheckpointContent(
+            taken.tensors,
+            state,
+            described,
+            taken.attachments,
+            parameters=parameters,
+            checksum=checksum,
+        )
 
-    def _frozen(self) -> str:
+    def _fingerprint_frozen(self) -> str:
         """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""
         module = self._run.module
         frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
         if self._fingerprint is None or self._fingerprint[0] != frozen:
-            self._fingerprint = frozen, frozen_fingerprint(module, self._run.strategy.stored_weights(module))
+            self._fingerprint = frozen, fingerprint_frozen(module, self._run.strategy.stored_weights(module))
         return self._fingerprint[1]
 
     def _place(self) -> dict[str, Any]:
@@ -190,6 +200,7 @@ class SavePolicy:
         committed: Callable[[CommitResult], None] | None = None,
         failed: Callable[[Exception], None] | None = None,
         before_capture: Callable[[Path], None] | None = None,
+        checksum: str | None = None,
     ) -> Path:
         """Save to a folder of `use_folder`, under `name` or, if that is taken, `name-v1`, …
 
@@ -206,6 +217,7 @@ class SavePolicy:
                 and those of the checkpoint that would be replaced are.
             failed: called in this thread if it could not be written; later if not `blocking`.
             before_capture: called with the path before the state is captured.
+            checksum: how its files are checked; `None`: as the Trainer says.
 
         Returns:
             The path that it has, or will have.
@@ -216,14 +228,15 @@ class SavePolicy:
             CheckpointLockedError: another run has taken over the folder, because this one did not respond for too long.
         """
         self.wait()
-        path = self.places.choose_path(folder, name, replace)
+        path = self.save_folders.choose_path(folder, name, replace)
         if before_capture is not None:
             before_capture(path)
 
         step = self._run.progress.global_step
 
-        def done(written: CommitResult) -> None:
-            self._failures, self._last_good = 0, written.path
+        def on_commit(written: CommitResult) -> None:
+            self._failures = 0
+            self._last_good = written.path
             if written.finite:
                 self._last_finite = written.path
             if committed is not None:
@@ -236,16 +249,44 @@ class SavePolicy:
             self._count_failure(error)
 
         try:
-            content = self.content(weights_only=weights_only, save=save, saved_by=saved_by, metrics=metrics)
+            content = self.content(
+                weights_only=weights_only,
+                save=save,
+                saved_by=saved_by,
+                metrics=metrics,
+                checksum=checksum or self._run.arguments.checksum,
+            )
             plan = plan_checkpoint(self._world, content)
             self._counter += 1
             later = None if blocking else not_done
-            self._saver.save(plan, path, blocking=blocking, replace=replace, committed=done, failed=later)
+            self._saver.save(plan, path, blocking=blocking, replace=replace, committed=on_commit, failed=later)
         except CheckpointWriteError as error:  # unlike an UnsavableError, which the next save would have too
             not_done(error)
         if blocking:
             self._report_saved()
         return path
+
+    def reserve(self, *, weights_only: bool = False, save: SaveMode | None = None) -> None:
+        """Allocate the host memory for asynchronous saves after the first step, when the optimizers have their state.
+
+        A thread does it. What callbacks add to a checkpoint is not counted. Arguments as for `save`.
+        """
+
+        def begin() -> None:
+            run, world = self._run, self._world
+            taken = capture(
+                training_objects(run), save=save or "all", weights_only=weights_only, fingerprints={0: "not needed"}
+            )
+            self._saver.reserve(sizes_to_copy(taken.tensors, rank=world.rank, ranks=world.size), run.strategy.device)
+
+        if not self._reserves:
+            self._reserves = True
+            self.safe_points.request(begin)
+
+    def release_buffers(self) -> None:
+        """Free the host memory of asynchronous saves, after the one in flight; the next one allocates it again."""
+        self._saver.close()
+        self._report_saved()
 
     def wait(self) -> None:
         """Wait until no save is in flight, and report failures and complete checkpoints."""
@@ -259,7 +300,7 @@ class SavePolicy:
         """
         if any(is_overridden(logger, "after_save_checkpoint", Logger) for logger in self._run.loggers):
             self._complete.append(callback)
-            self.safe_points.saved()
+            self.safe_points.note_save()
 
     def _report_saved(self) -> None:
         while self._complete:
@@ -281,7 +322,7 @@ class SavePolicy:
         """If parameters of a checkpoint are not finite, say so at the next safe point; called in any thread."""
         if not written.finite and self._world.is_main:
             self._nonfinite.append((step, written))
-            self.safe_points.saved()
+            self.safe_points.note_save()
 
     def warn_of_loss(self, loss: float) -> None:
         """The loss of the current step is not finite: warn once in a run, unless a `NonFiniteGuard` reports it."""
@@ -343,20 +384,22 @@ class SavePolicy:
         self._saver.wait()
         if not blocking:  # an error of the call is raised by the call, not at a later step
             run_on_all_ranks(self._world, lambda: check_target(path.absolute()) if self._world.is_main else None)
-        adapters = has_adapters(self._run.module)
-        if adapters:
+        adapted = has_adapters(self._run.module)
+        if adapted:
             notice(
                 "the model has PEFT adapters, so only trained parameters and buffers are saved, with a fingerprint of the rest."
             )
-        plan = plan_checkpoint(self._world, self.content(weights_only=weights_only, save="trainable" if adapters else "all"))
+        save: SaveMode = "trainable" if adapted else "all"
+        content = self.content(weights_only=weights_only, save=save, checksum=self._run.arguments.checksum)
+        plan = plan_checkpoint(self._world, content)
         self._counter += 1
         step = self._run.progress.global_step
 
-        def done(written: CommitResult) -> None:
+        def on_commit(written: CommitResult) -> None:
             self._failures = 0
             self._note_nonfinite(step, written)
 
-        self._saver.save(plan, path, blocking=blocking, replace=True, committed=done, failed=self._count_failure)
+        self._saver.save(plan, path, blocking=blocking, replace=True, committed=on_commit, failed=self._count_failure)
         if blocking:
             self._report_saved()
 
@@ -365,10 +408,10 @@ class SavePolicy:
 
         Values may differ between processes: all use the value of the first process that has one.
         """
-        own = {name: (float(v.detach()), self._is_current(name)) for name, v in self._run.callback_metrics.items()}
+        of_this_rank = {name: (float(v.detach()), self._is_current(name)) for name, v in self._run.callback_metrics.items()}
         if self._world.size == 1:
-            return own
-        known = {name: found for process in reversed(self._world.exchange(own)) for name, found in process.items()}
+            return of_this_rank
+        known = {name: entry for process in reversed(self._world.exchange(of_this_rank)) for name, entry in process.items()}
         return {name: (value, current) for name, (value, current) in sorted(known.items())}
 
     def weights_replaced(self) -> None:
@@ -381,13 +424,13 @@ class SavePolicy:
         if self._replaced:
             return False
         step = run.progress.global_step
-        if run.computed_in(name) == step:
+        if run.find_computed_step(name) == step:
             return True
-        stamp = run.train_metrics.logged_at(name)
+        stamp = run.train_metrics.last_stamp(name)
         if stamp is None or name in run.results.evaluated:
             return False
         last = run.train_metrics.stamp
-        return stamp >= last - last % run.accumulation  # where the last window began
+        return stamp >= last - last % run.accumulation  # The right side is the start of the last window.
 
     @property
     def newest(self) -> Path | None:
@@ -422,4 +465,4 @@ class SavePolicy:
             self._saver.close()
             self._report_nonfinite()
         finally:
-            self.places.release()
+            self.save_folders.release()

@@ -63,21 +63,23 @@ class OpenWindow:
     __slots__ = ("had_loss", "learned", "updates")
 
     def __init__(self, learned: bool) -> None:
-        self.had_loss, self.learned, self.updates = False, learned, 0
+        self.had_loss = False
+        self.learned = learned
+        self.updates = 0
 
 
 def begin_training(run: Run, training: Training) -> None:
     """What comes before the first epoch of a fit."""
     run.metrics.scope = Scope.TRAIN_EPOCH
     run.hooks.run("on_train_start")
-    training.safe_points.agree_now()  # on a stop that one rank has requested in an earlier hook
+    training.safe_points.agree_now()  # One rank may have requested a stop in an earlier hook.
     interval = run.arguments.val_check_interval
     if isinstance(interval, timedelta) and run.validation is not None:
         training.safe_points.every(interval, run.progress.request_validation)
     run.signals.working = True
     if not run.progress.epoch_start:
         run.metrics.stamp = -1
-    run.progress.safe_point_due = True  # at the first safe point, when DataLoader workers may have started
+    run.progress.safe_point_due = True  # The first safe point acts: DataLoader workers may have started by then.
 
 
 def training_continues(run: Run) -> bool:
@@ -106,7 +108,8 @@ def train_epoch(run: Run, training: Training) -> None:
     window, complete, exhausted = OpenWindow(learned=progress.epoch_start > 0), False, False
     micro_batches = training.micro_batches(progress.current_epoch, progress.epoch_start)
     if training.loader.length_changes:
-        training = replace(training, validate_every=(every := validate_every(run, training.loader)))
+        every = validate_every(run, training.loader)
+        training = replace(training, validate_every=every)
         if every is not None:  # an epoch that was resumed has had another length until now
             progress.validations = run.due.intervals(progress.epoch_start, every)
     for micro in micro_batches:
@@ -121,7 +124,8 @@ def train_epoch(run: Run, training: Training) -> None:
             end_micro_batch(run, micro, outputs)
         if micro.last:
             if micro.uneven:
-                progress.batch_idx = training.loader.given - 1  # of the rank that has the most micro-batches in this window
+                # The index of the rank that has the most micro-batches in this window.
+                progress.batch_idx = training.loader.given - 1
             if safe_point(run, training, progress.batch_idx, updated):
                 complete = training.is_last(progress.batch_idx)
                 break
@@ -136,10 +140,12 @@ def train_epoch(run: Run, training: Training) -> None:
 def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: OpenWindow) -> Any:
     """Run the hooks, the forward and the backward of one micro-batch; returns the outputs of `training_step`."""
     engine, metrics, progress = run.accelerator, run.metrics, run.progress
-    progress.batch_idx, metrics.batch = micro.index, micro.batch
+    progress.batch_idx = micro.index
+    metrics.batch = micro.batch
     engine.accumulation.begin(micro)
     if micro.first:
-        progress.should_log, progress.loss = run.due.logs(progress.global_step + 1), None
+        progress.should_log = run.due.logs(progress.global_step + 1)
+        progress.loss = None
         if run.accumulation > 1:
             metrics.begin_window(micro.index, run.accumulation)
     has_data, skip = micro.kind is MicroBatchKind.DATA, None
@@ -173,8 +179,8 @@ def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: Ope
 def run_without_loss(run: Run, training: Training, micro: MicroBatch, outputs: Any) -> None:
     """What a micro-batch whose loss is None needs instead of a backward pass."""
     progress = run.progress
-    if training.several:
-        training.backward(None)  # there is no gradient, but the other ranks wait in a collective
+    if training.distributed:
+        training.backward(None)  # There is no gradient, but the other ranks wait in a collective.
     first = micro.index == progress.epoch_start and progress.global_step == progress.first_step
     if first and outputs is None and training.optimizer is not None:
         warn("training_step returned None for the first batch, so it is skipped. Return the loss: return loss")
@@ -203,7 +209,7 @@ def close_window(run: Run, training: Training, window: OpenWindow) -> bool:
     optimizer = training.optimizer
     if optimizer is not None:
         had_loss = window.had_loss
-        if training.several:  # the same on all ranks
+        if training.distributed:  # This is the same on all ranks.
             had_loss = engine.any_rank_had_loss(had_loss)
         window.learned |= had_loss
         if had_loss and training.module_step is not None:
@@ -222,9 +228,9 @@ def close_window(run: Run, training: Training, window: OpenWindow) -> bool:
 
 def end_micro_batch(run: Run, micro: MicroBatch, outputs: Any) -> None:
     """Run the hooks at the end of a micro-batch."""
-    given = detach_loss(outputs)
+    detached = detach_loss(outputs)
     for hook in run.hooks.on_train_batch_end:
-        hook(given, micro.batch, micro.index)
+        hook(detached, micro.batch, micro.index)
 
 
 def count_step(run: Run, training: Training) -> None:
@@ -267,7 +273,8 @@ def safe_point(run: Run, training: Training, batch_idx: int, updated: bool) -> b
         check_loss_is_finite(run, waited=run.metrics.flush_step())
     elif not updated and batch_idx >= _MANY_BATCHES and progress.global_step == progress.first_step:
         warn_without_step(run)  # the epoch may be endless
-    training.safe_points.agree()
+    if run.distributed or progress.should_stop or progress.stop is not Stop.RUNNING:
+        training.safe_points.agree()
     validated = run.validation is not None and run.due.validates(batch_idx, updated, training.validate_every)
     if validated:
         validate(run, training)
@@ -287,7 +294,7 @@ def end_step(run: Run, training: Training, batch_idx: int, validated: bool) -> b
     ends = progress.stop is Stop.STOPPING or run.due.max_steps_reached
     if progress.safe_point_due or progress.global_step >= progress.next_save_step:
         if ends:
-            progress.safe_point_due = True  # at the end of the epoch, so that a resumed run does not repeat that
+            progress.safe_point_due = True  # The end of the epoch carries it out, so that a resumed run does not repeat that.
         else:
             training.safe_points.carry_out()
     return ends
@@ -311,12 +318,13 @@ def finish_epoch(run: Run, training: Training, complete: bool, exhausted: bool) 
     validates = run.validation is not None and run.due.validates_at_end(training.validate_every)
     if validates and exhausted and not run.due.max_steps_reached:
         validate(run, training, at_end=True)
-    progress.phase, progress.epoch_complete = Phase.EPOCH_END, complete
+    progress.phase = Phase.EPOCH_END
+    progress.epoch_complete = complete
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     run.preview_metrics("on_train_epoch_end")
     hooks.run("on_train_epoch_end")
-    run.end_metrics_of_epoch()  # what callbacks that run last have logged
+    run.end_metrics_of_epoch()  # Callbacks that run last may have logged metrics.
     if complete:
         advance_schedulers(run, training, "epoch", progress.current_epoch + 1)
         progress.begin_next_epoch(progress.batches_done, run.arguments.check_val_every_n_epoch is None)
@@ -411,8 +419,8 @@ def advance_plateaus(run: Run, training: Training) -> None:
     """Advance the schedulers that follow a metric by steps: after each validation, or without one after each step."""
     for config in training.schedulers:
         if config.reduce_on_plateau and config.interval == "step" and run.progress.global_step % config.frequency == 0:
-            if training.several:
-                run.results.add(run.train_metrics.agreed_step_values())
+            if training.distributed:
+                run.results.add(run.train_metrics.agree_on_step_values())
             advance(run, config)
 
 
@@ -429,8 +437,8 @@ def advance(run: Run, config: SchedulerConfig) -> None:
             warn(message + " The scheduler is not advanced.")
             return
         index = str(next(n for n, one in enumerate(run.schedulers) if one is config))
-        is_new = run.logged_in(monitor) > run.progress.advanced.get(index, -1)
-        if run.several:  # a metric that only the main process logs is new there
+        is_new = run.find_logged_step(monitor) > run.progress.advanced.get(index, -1)
+        if run.distributed:  # a metric that only the main process logs is new there
             is_new = bool(run.strategy.world.largest([is_new])[0])
         if not is_new:
             return

@@ -23,9 +23,11 @@ from trainkit.data.combined import as_passed
 from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
 from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.loggers.run_files import utc_now
-from trainkit.memory.report import PROCESSES, MemoryPlan
+from trainkit.memory.estimate import RunEstimator
+from trainkit.memory.report import PROCESSES, MemoryEstimate
 from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
+from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.module.data_module import DataModule
 from trainkit.module.hook_checks import check_callback
 from trainkit.module.hook_table import HookTable
@@ -59,14 +61,13 @@ from trainkit.trainer.lifecycle import (
     start_loggers,
 )
 from trainkit.trainer.loaders import train_loader
-from trainkit.trainer.memory_plan import make_plan
 from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
 from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import count_batches, prepare_evaluation, prepare_training, read_compilation, refresh_train_loader
-from trainkit.trainer.states import RunningStage, TrainerState, TrainerStatus
+from trainkit.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainkit.trainer.trial import run_trial
 
 if TYPE_CHECKING:
@@ -75,7 +76,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer"]
 
-_KNOWN = ("model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict")  # of validate and test
+# The arguments of validate and test.
+_EVALUATION_ARGUMENTS = ("model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict")
 
 
 class Trainer:
@@ -116,8 +118,8 @@ class Trainer:
         self._run.callbacks = attach_callbacks(self, arguments["callbacks"], *additions)
 
     _assigned_ckpt_path: str | Path | None = None
-    _module_callbacks: list[Callback]  # of configure_callbacks
-    _replaced_callbacks: list[Callback]  # by those
+    _module_callbacks: list[Callback]  # Callbacks that configure_callbacks has returned.
+    _replaced_callbacks: list[Callback]  # Callbacks that these have replaced.
 
     # ------------------------------------------------------------------------------------- arguments, as they were resolved
 
@@ -187,23 +189,23 @@ class Trainer:
         if isinstance(train_dataloaders, DataModule) and datamodule is None:
             train_dataloaders, datamodule = None, train_dataloaders
         ckpt_path = self._assigned_ckpt_path if ckpt_path is None else ckpt_path
-        wanted = check_restore(ckpt_path, restore, overrides, strict)
+        components = check_restore(ckpt_path, restore, overrides, strict)
         loaders, began = (train_dataloaders, val_dataloaders), utc_now()
         with interruptible(self) as signals, running(self, "fit", model, datamodule, *loaders, signals=signals) as run:
             saves = run.save_policy
             assert saves is not None  # each fit has them
             run.user_loaders = loaders
-            begin_resume(run, saves, ckpt_path, wanted, chosen=restore is not None, strict=strict)
+            begin_resume(run, saves, ckpt_path, components, chosen=restore is not None, strict=strict)
             set_up(self, run)
             loader = train_loader(run, train_dataloaders)
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
-                run.train_loader = None  # so that nothing can be saved that could not be resumed
+                run.train_loader = None  # Without a loader, nothing can be saved that could not be resumed.
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
             run.validation = prepare_evaluation(run, "validation", val_dataloaders)
             build_hooks(self, run)
             training = prepare_training(run, loader, saves.safe_points)
-            resumed = restore_fit(run, training, wanted, overrides or {}, strict)
+            resumed = restore_fit(run, training, components, overrides or {}, strict)
             run.loaded_in = run.val_loaded_in = run.progress.current_epoch
             run.progress.first_step = run.progress.global_step
             start_loggers(run)
@@ -253,7 +255,7 @@ class Trainer:
         Returns:
             One dict for each loader: the name of each metric → its value.
         """
-        refuse_unknown("Trainer.validate", unknown, _KNOWN)
+        refuse_unknown("Trainer.validate", unknown, _EVALUATION_ARGUMENTS)
         _check_switch("verbose", verbose)
         return _evaluate(self, "validate", "validation", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
@@ -281,7 +283,7 @@ class Trainer:
         Returns:
             One dict for each loader: the name of each metric → its value.
         """
-        refuse_unknown("Trainer.test", unknown, _KNOWN)
+        refuse_unknown("Trainer.test", unknown, _EVALUATION_ARGUMENTS)
         _check_switch("verbose", verbose)
         return _evaluate(self, "test", "test", model, dataloaders, datamodule, verbose, ckpt_path, strict)
 
@@ -353,6 +355,18 @@ class Trainer:
         self.accelerator.collective_checks.wait("trainer.save_checkpoint")
         self._save_policy_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
 
+    def release_save_buffers(self) -> None:
+        """Free the host memory that asynchronous saves keep for their copies, until the next one allocates it again.
+
+        Call it in a hook, before something else in a fit needs that memory: on each rank as much as the part of the state
+        that it writes. It waits for a save in flight. The end of a fit frees it too. Every rank must call it.
+
+        Raises:
+            CheckpointError: The save in flight could not be written, and it was the third failure in a row.
+        """
+        if self._run.save_policy is not None:
+            self._run.save_policy.release_buffers()
+
     def explain(self, module: TrainModule | None = None) -> str:
         """Print how the arguments were resolved, when the run logs, validates and saves, and which object handles which hook.
 
@@ -375,7 +389,7 @@ class Trainer:
         per_host: int | None = None,
         device_memory: int | str | None = None,
         host_memory: int | str | None = None,
-    ) -> MemoryPlan:
+    ) -> MemoryEstimate:
         """Print how much memory each strategy needs to train a module, and the smallest one that fits.
 
         Nothing is trained, and nothing of the module's size is allocated. The module may be built under
@@ -393,16 +407,29 @@ class Trainer:
             host_memory: Memory of a node, in the same form. Default: that of this node.
 
         Returns:
-            The plan, whose text was printed.
+            The estimate, whose text was printed.
 
         Raises:
             ModuleError: The module cannot be planned.
             OptimizerError: Its optimizer cannot be planned.
             ConfigurationError: A number is out of range.
         """
-        plan = make_plan(self, module, train_dataloaders, processes, per_host, device_memory, host_memory)
-        self.print(plan)
-        return plan
+        limits = (processes, per_host, device_memory, host_memory)
+        estimate = self._memory_estimator().estimate(module, train_dataloaders, *limits)
+        self.print(estimate)
+        return estimate
+
+    def _memory_estimator(self) -> RunEstimator:
+        arguments, schedule = self._arguments, self._run.accumulation_schedule
+        checkpointing = checkpointing_choice(arguments.activation_checkpointing)
+        return RunEstimator(
+            trainer=self,
+            strategy=self.strategy,
+            window=max([arguments.accumulation] if schedule is None else schedule.scheduling.values()),
+            checkpointing=checkpointing if self.stage is None else None,  # a run has applied it to its module
+            max_steps=arguments.max_steps,
+            stage=TrainerFn.FITTING,
+        )
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:

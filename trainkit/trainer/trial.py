@@ -76,11 +76,11 @@ def run_trial(
     if begun:
         arguments["activation_checkpointing"] = None  # the copy has it already
     trial = _trial_trainer(trainer, callback, alone, arguments)
-    own = _copied_module(module, trainer, datamodule, dataloaders)
+    trial_module = _copy_module(module, trainer, datamodule, dataloaders)
     if begun:
-        _drop_setup(own, "configure_model")
-    data = None if datamodule is None else _copied_datamodule(datamodule, is_set_up=trainer.stage is not None)
-    with running(trial, stage, own, data, dataloaders) as run:
+        _drop_setup(trial_module, "configure_model")
+    data = None if datamodule is None else _copy_datamodule(datamodule, is_set_up=trainer.stage is not None)
+    with running(trial, stage, trial_module, data, dataloaders) as run:
         set_up(trial, run)
         run.loggers = [DummyLogger() for _ in trainer.loggers]
         (_fit if stage == "fit" else _evaluate)(trial, run, dataloaders)
@@ -107,7 +107,7 @@ def _evaluate(trial: Trainer, run: Run, dataloaders: Any) -> None:
     assert stage is not None
     name = _EVALUATIONS[stage]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainkitWarning)  # of the limit, which is that of the trial; the run gives them
+        warnings.simplefilter("ignore", TrainkitWarning)  # The limit is that of the trial; the run gives these warnings.
         evaluation = prepare_evaluation(run, name, dataloaders, keeps=False)
     if evaluation is None:
         refuse_evaluation(run, stage, name)
@@ -121,20 +121,20 @@ def _evaluate(trial: Trainer, run: Run, dataloaders: Any) -> None:
 def _trial_trainer(trainer: Trainer, callback: Callback, alone: bool, arguments: Mapping[str, Any]) -> Trainer:
     """A trainer with the same settings and a `Run` of its own."""
     trial = copy.copy(trainer)
-    own = copy.copy(trainer._run.arguments)
+    trial_arguments = copy.copy(trainer._run.arguments)
     for name, value in arguments.items():
-        setattr(own, name, value)
+        setattr(trial_arguments, name, value)
     if alone:
         trial.strategy = Strategy(trainer.strategy.device, copy.deepcopy(trainer.precision_plugin))
     kinds = load_callback("gradient_clipping"), load_callback("gradient_accumulation_scheduler")
-    run = trial._run = Run.before_the_first(own, trial.strategy, trainer.seed)
+    run = trial._run = Run.before_the_first(trial_arguments, trial.strategy, trainer.seed)
     run.inference_mode = trainer.inference_mode
     run.callbacks = [*(copy.copy(one) for one in trainer.callbacks if isinstance(one, kinds)), callback]
     trial._module_callbacks, trial._replaced_callbacks = [], []
     return trial
 
 
-def _copied_module(module: TrainModule, *shared: Any) -> TrainModule:
+def _copy_module(module: TrainModule, *shared: Any) -> TrainModule:
     """A deep copy without the callbacks of `configure_callbacks`; it shares these objects with the module.
 
     Raises:
@@ -142,28 +142,28 @@ def _copied_module(module: TrainModule, *shared: Any) -> TrainModule:
     """
     memo = {id(one): one for one in (*shared, module._trainer) if one is not None}
     try:
-        own = copy.deepcopy(module, memo)
+        copied = copy.deepcopy(module, memo)
     except Exception as error:
         raise ModuleError(
             f"the tuner runs on a copy of the module, and {type(module).__name__} cannot be copied: {type(error).__name__}: "
             f"{error}. Expected a module for which copy.deepcopy works. Fix: create in setup what cannot be copied, or define "
             "__deepcopy__"
         ) from error
-    own.configure_callbacks = list  # type: ignore[method-assign]  # an empty one
-    return own
+    copied.configure_callbacks = list  # type: ignore[method-assign]  # an empty one
+    return copied
 
 
-def _copied_datamodule(datamodule: DataModule, is_set_up: bool) -> DataModule:
+def _copy_datamodule(datamodule: DataModule, is_set_up: bool) -> DataModule:
     """A shallow copy, so that a trial can assign attributes.
 
     Args:
         datamodule: the user's.
         is_set_up: the run around the trial has set it up, and will tear it down.
     """
-    own = copy.copy(datamodule)
+    copied = copy.copy(datamodule)
     if is_set_up:
-        _drop_setup(own)
-    return own
+        _drop_setup(copied)
+    return copied
 
 
 def _drop_setup(owner: Any, *more: str) -> None:
@@ -182,9 +182,9 @@ def _restoring(sources: Iterable[Any]) -> Iterator[None]:
     Raises:
         DataError: one of them is an iterator, which cannot be restored.
     """
-    parts = _parts(sources)
-    states = [(part, copy.deepcopy(part.state_dict())) for part in parts if _has_state(part)]
-    generators = [getattr(part, "generator", None) for part in parts]
+    objects = _stateful_objects(sources)
+    states = [(part, copy.deepcopy(part.state_dict())) for part in objects if _has_state(part)]
+    generators = [getattr(part, "generator", None) for part in objects]
     drawn = [(one, one.get_state()) for one in generators if isinstance(one, torch.Generator)]
     try:
         yield
@@ -195,7 +195,7 @@ def _restoring(sources: Iterable[Any]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _parts(sources: Iterable[Any]) -> list[Any]:
+def _stateful_objects(sources: Iterable[Any]) -> list[Any]:
     """The loaders, their datasets and their samplers.
 
     Raises:
@@ -209,8 +209,8 @@ def _parts(sources: Iterable[Any]) -> list[Any]:
                 "none. Expected data that can be read again. Fix: pass a DataLoader or a list"
             )
     names = ("dataset", "sampler", "batch_sampler")
-    parts = [part for loader in loaders for part in (loader, *(getattr(loader, name, None) for name in names))]
-    return list({id(part): part for part in parts}.values())
+    objects = [part for loader in loaders for part in (loader, *(getattr(loader, name, None) for name in names))]
+    return list({id(part): part for part in objects}.values())
 
 
 def _has_state(part: Any) -> bool:

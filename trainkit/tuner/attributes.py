@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["FoundAttribute", "existing_attribute", "find_attribute", "saved_state", "starts_from_checkpoint"]
+__all__ = ["FoundAttribute", "existing_attribute", "find_attribute", "read_saved_state", "starts_from_checkpoint"]
 
 
 class FoundAttribute:
@@ -28,7 +28,8 @@ class FoundAttribute:
 
     def __init__(self, name: str, owners: list[Any], hparams: list[Any]) -> None:
         self.name = name
-        self._owners, self._hparams = owners, hparams
+        self._owners = owners
+        self._hparams = hparams
 
     @property
     def value(self) -> Any:
@@ -36,7 +37,7 @@ class FoundAttribute:
         return getattr(self._owners[0], self.name) if self._owners else self._hparams[0][self.name]
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
+    def restore_after(self) -> Iterator[None]:
         """Afterwards it has its values again, which may differ from place to place."""
         values = [getattr(owner, self.name) for owner in self._owners]
         saved = [parameters[self.name] for parameters in self._hparams]
@@ -62,14 +63,14 @@ def find_attribute(names: tuple[str, ...], module: TrainModule, datamodule: Data
     Raises:
         ConfigurationError: none of them exists; `fix` is the end of the message.
     """
-    found = existing_attribute(names, module, datamodule)
-    if found is None:
+    attribute = existing_attribute(names, module, datamodule)
+    if attribute is None:
         where = " and ".join(type(place).__name__ for place in (module, datamodule) if place is not None)
         raise ConfigurationError(
             f"the tuner sets an attribute, and {where} has none of these: {', '.join(names)}. Expected it as an attribute, or "
             f"as an argument of __init__ that save_hyperparameters() keeps. {fix}"
         )
-    return found
+    return attribute
 
 
 def existing_attribute(names: tuple[str, ...], module: TrainModule, datamodule: DataModule | None) -> FoundAttribute | None:
@@ -88,10 +89,10 @@ def starts_from_checkpoint(trainer: Trainer) -> bool:
     return trainer._run.checkpoint is not None
 
 
-def saved_state(trainer: Trainer, callback: Callback) -> Mapping[str, Any] | None:
+def read_saved_state(trainer: Trainer, callback: Callback) -> Mapping[str, Any] | None:
     """The state of a callback in the checkpoint that the fit resumes from, before loaders and optimizers are created."""
-    found = trainer._run.checkpoint
-    if found is None or "callbacks" not in found.parts:
+    checkpoint = trainer._run.checkpoint
+    if checkpoint is None or "callbacks" not in checkpoint.components:
         return None
-    state: Mapping[str, Any] | None = found.loaded.state.get("callbacks", {}).get(callback.state_key)
+    state: Mapping[str, Any] | None = checkpoint.loaded.state.get("callbacks", {}).get(callback.state_key)
     return state

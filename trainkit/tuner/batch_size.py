@@ -71,7 +71,8 @@ class BatchSizeOptions:
         self.init_val = whole_number(init_val, f"{owner}(init_val=)", 1)
         self.max_trials = whole_number(max_trials, f"{owner}(max_trials=)", 1)
         self.max_val = whole_number(max_val, f"{owner}(max_val=)", 1)
-        self.batch_arg_name, self.margin = batch_arg_name, margin
+        self.batch_arg_name = batch_arg_name
+        self.margin = margin
 
 
 def find_batch_size(
@@ -156,8 +157,12 @@ class Trials:
         datamodule: DataModule | None,
         attribute: FoundAttribute,
     ) -> None:
-        self._trainer, self._module, self._stage, self._datamodule = trainer, module, stage, datamodule
-        self._options, self._attribute = options, attribute
+        self._trainer = trainer
+        self._module = module
+        self._stage = stage
+        self._datamodule = datamodule
+        self._options = options
+        self._attribute = attribute
         self._world = trainer.strategy.world
         self._largest = options.max_val  # that can make a difference
         self.loaded: dict[int, int] = {}
@@ -199,9 +204,9 @@ class Trials:
         """Whether a trial with this size has enough memory on all processes."""
         self.made += 1
         self._attribute.set(size)
-        own = self._try(size)  # afterwards nothing refers to the tensors of the trial
+        outcome_here = self._try(size)  # afterwards nothing refers to the tensors of the trial
         release_memory()
-        outcomes = self._world.exchange(own)
+        outcomes = self._world.exchange(outcome_here)
         failed = [(rank, text) for rank, text in enumerate(outcomes) if text not in ("fits", "memory")]
         if failed:
             rank, text = failed[0]
@@ -279,7 +284,9 @@ class MemoryProbe(Callback):
     """
 
     def __init__(self, reserve: bool, batches: int) -> None:
-        self._reserve, self._left, self._skipped = reserve, batches, True
+        self._reserve = reserve
+        self._left = batches
+        self._skipped = True
         self._reserved: torch.Tensor | None = None
 
     def on_train_start(self, trainer: Trainer, module: TrainModule) -> None:

@@ -56,7 +56,7 @@ def find_executable_batch_size(
     size = starting_batch_size
 
     @functools.wraps(function)
-    def tried(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         nonlocal size
         try:
             signature.bind(size, *args, **kwargs)
@@ -79,7 +79,7 @@ def find_executable_batch_size(
                 raise ConfigurationError(f"reduce_batch_size_fn must return less than {before}, not {size}.")
         raise ConfigurationError(f"{function.__name__}: no batch size fits into memory, not even 1.")
 
-    return tried
+    return wrapper
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -1,4 +1,4 @@
-"""The learning-rate range test, and `RangeTest`, its result."""
+"""The learning-rate range test; `RangeTest`, its result; and `GroupRates`, the learning rates that it sets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from trainkit.callback import Callback
 from trainkit.checks import choice, real_number, whole_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, OptimizerError, missing_package
-from trainkit.tuner.attributes import existing_attribute, find_attribute
-from trainkit.tuner.group_rates import GroupRates, measure_rates
+from trainkit.optim.optimizer_config import read_optimizers
+from trainkit.tuner.attributes import FoundAttribute, existing_attribute, find_attribute
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["RangeTest", "RangeTestOptions", "find_learning_rate"]
+__all__ = ["RangeTest", "RangeTestOptions", "find_learning_rate", "rates_of", "same_rate"]
 
-_SMOOTHING = 0.98  # of the losses: the weight of the past
+_SMOOTHING = 0.98  # The weight of earlier losses.
 _MODES = ("exponential", "linear")
+_PRECISION = 1e-5  # Relative: a learning rate may be a float32 tensor, and configure_optimizers may compute it.
 
 
 class RangeTest:
@@ -55,7 +56,10 @@ class RangeTest:
     """
 
     def __init__(self, mode: str, lr_min: float, lr_max: float, num_training: int) -> None:
-        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
+        self.mode = mode
+        self.lr_min = lr_min
+        self.lr_max = lr_max
+        self.num_training = num_training
         self.results: dict[str, list[float]] = {"lr": [], "loss": []}
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
@@ -159,7 +163,10 @@ class Smoothed:
 
     def __init__(self, threshold: float | None) -> None:
         self.value = math.nan
-        self._threshold, self._average, self._count, self._best = threshold, 0.0, 0, math.inf
+        self._threshold = threshold
+        self._average = 0.0
+        self._count = 0
+        self._best = math.inf
 
     def add(self, loss: float) -> bool:
         """Add a loss; returns whether the average diverges."""
@@ -214,7 +221,9 @@ class RangeTestOptions:
         real_number(early_stop_threshold, f"{owner}(early_stop_threshold=)", above=0, example=4.0, optional=True)
         self.min_lr, self.max_lr = float(min_lr), float(max_lr)
         self.num_training = whole_number(num_training, f"{owner}({count}=)", 1, fix=f"{owner}({count}=100)")
-        self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
+        self.early_stop_threshold = early_stop_threshold
+        self.update_attr = update_attr
+        self.attr_name = attr_name
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -253,22 +262,22 @@ def find_learning_rate(
         return None, []
     fix = "Fix: self.lr = lr in __init__, or name yours: attr_name='my_lr', or update_attr=False"
     attribute = find_attribute(options.names, module, datamodule, fix) if options.update_attr else None
-    found = RangeTest(options.mode, options.min_lr, options.max_lr, options.num_training)
-    probe = RangeProbe(found.rates(), options)
+    test = RangeTest(options.mode, options.min_lr, options.max_lr, options.num_training)
+    probe = RangeProbe(test.rates(), options)
     limits = {"alone": begun, "begun": begun, **_limits(options.num_training)}
     trainer._run_trial("fit", module, probe, dataloaders=dataloaders, datamodule=datamodule, **limits)
-    found._keep(_mean_over_ranks(world.exchange(probe.losses())), options.early_stop_threshold)
-    rate = found.suggestion() if attribute is not None else None
+    test._keep(_mean_over_ranks(world.exchange(probe.losses())), options.early_stop_threshold)
+    rate = test.suggestion() if attribute is not None else None
     if attribute is None or rate is None:
-        return found, []
+        return test, []
     attribute.set(rate)
     if begun:
         probe.group_rates.assign(trainer.optimizers[0], rate)
     notice(
-        f"learning rate: {attribute.name} is {rate:.4g} from now on, after {len(found.results['lr'])} steps of a trial."
+        f"learning rate: {attribute.name} is {rate:.4g} from now on, after {len(test.results['lr'])} steps of a trial."
         + probe.group_rates.text(rate)
     )
-    return found, probe.group_rates.of(rate)
+    return test, probe.group_rates.of(rate)
 
 
 def _limits(steps: int) -> dict[str, Any]:
@@ -278,7 +287,7 @@ def _limits(steps: int) -> dict[str, Any]:
 
 def _mean_over_ranks(by_rank: list[list[float]]) -> list[float]:
     """The mean loss of each step, over the ranks that have one."""
-    columns = [[own[i] for own in by_rank if i < len(own)] for i in range(max(map(len, by_rank)))]
+    columns = [[losses[i] for losses in by_rank if i < len(losses)] for i in range(max(map(len, by_rank)))]
     return [sum(values) / len(values) for values in columns]
 
 
@@ -297,8 +306,10 @@ class RangeProbe(Callback):
     """
 
     def __init__(self, rates: list[float], options: RangeTestOptions) -> None:
-        self._rates, self._options = rates, options
-        self._average, self._judged = Smoothed(options.early_stop_threshold), 0
+        self._rates = rates
+        self._options = options
+        self._average = Smoothed(options.early_stop_threshold)
+        self._judged = 0
         self._by_step: list[list[Any]] = [[] for _ in rates]  # the losses of the micro-batches of each step
         self._left = 2 * len(rates)  # windows, so that a trial ends in which the loss scaler skips all steps
         self.group_rates: GroupRates
@@ -324,7 +335,7 @@ class RangeProbe(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: TrainModule, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if step > self._judged:  # of the steps that are complete; waits for the device
+        if step > self._judged:  # Only complete steps are judged; this waits for the device.
             losses, self._judged = self._by_step[step - 1], step
             if losses and self._average.add(sum(map(float, losses)) / len(losses)):
                 trainer.should_stop = True
@@ -341,3 +352,104 @@ class RangeProbe(Callback):
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self._by_step[self._step].append(loss)
+
+
+class GroupRates:
+    """The learning rate of each parameter group as a function of a value: `offset + factor * value`.
+
+    Args:
+        terms: offset and factor of each group.
+    """
+
+    def __init__(self, terms: list[tuple[float, float]]) -> None:
+        self.terms = terms
+
+    def of(self, value: float) -> list[float]:
+        """The learning rate of each group."""
+        return [offset + factor * value for offset, factor in self.terms]
+
+    def assign(self, optimizer: Any, value: float) -> None:
+        """Set the learning rates of an optimizer."""
+        for group, rate in zip(optimizer.param_groups, self.of(value), strict=True):
+            if isinstance(group["lr"], Tensor):  # compiled and captured steps refer to it
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def text(self, value: float) -> str:
+        """A sentence for the user on the learning rates at a value; empty if all are that value."""
+        rates = self.of(value)
+        if all(same_rate(rate, value) for rate in rates):
+            return ""
+        shown = ", ".join(f"{rate:.4g}" for rate in (rates if len(set(rates)) > 1 else rates[:1]))
+        return f" configure_optimizers makes {shown} of it."
+
+
+def rates_of(optimizer: Any) -> list[float]:
+    """The learning rate of each group, from which schedules compute theirs; of a cyclic one, the largest."""
+    return [float(group.get("max_lr", group.get("initial_lr", group["lr"]))) for group in optimizer.param_groups]
+
+
+def same_rate(one: float, other: float) -> bool:
+    """Whether two learning rates are equal, except for rounding."""
+    return math.isclose(one, other, rel_tol=_PRECISION)
+
+
+def measure_rates(
+    trainer: Trainer, module: TrainModule, attribute: FoundAttribute, values: tuple[float, float], needed: bool
+) -> GroupRates | None:
+    """Call `configure_optimizers` with other values of the attribute, which is restored.
+
+    Args:
+        trainer: of the trial.
+        module: the copy of the trial.
+        attribute: of the copy.
+        values: the smallest and the largest value.
+        needed: the attribute will be set, so it must have an effect.
+
+    Returns:
+        The learning rates; `None` if it is not `needed`, and they do not grow evenly with the attribute.
+
+    Raises:
+        ConfigurationError: it is `needed`, and they do not depend on the attribute, or do not grow evenly with it.
+    """
+
+    def rates(value: float) -> list[float]:
+        attribute.set(value)
+        returned = trainer.strategy.configure_optimizers(module)
+        return rates_of(read_optimizers(returned, module, module.automatic_optimization)[0][0])
+
+    low, high = values
+    middle = math.sqrt(low * high)
+    with attribute.restore_after():
+        lows, middles, highs = rates(low), rates(middle), rates(high)
+    group_rates = GroupRates([_terms(values, ends) for ends in zip(lows, highs, strict=True)])
+    used, even = any(factor != 0 for _, factor in group_rates.terms), all(map(same_rate, middles, group_rates.of(middle)))
+    if not needed:
+        return group_rates if used and even else None
+    name = f"configure_optimizers of {type(module).__name__}"
+    if not used:
+        raise ConfigurationError(
+            f"{name} does not use {attribute.name!r}: the learning rate stays {highs[0]:.4g} when it changes. Expected an "
+            f"optimizer with the learning rate that the search sets. Fix: torch.optim.AdamW(self.parameters(), "
+            f"lr=self.{attribute.name}); or name your attribute: attr_name='my_lr'; or update_attr=False"
+        )
+    if not even:
+        pairs = ", ".join(f"{value:.3g} → {one[0]:.3g}" for value, one in ((low, lows), (middle, middles), (high, highs)))
+        raise ConfigurationError(
+            f"{name} makes learning rates of {attribute.name!r} that do not grow evenly with it ({pairs}). Expected a product, "
+            f"such as lr=4 * self.{attribute.name}. Fix: search where it is one, such as max_lr=0.01; or search the learning "
+            "rate of the optimizer, and set the attribute yourself: update_attr=False"
+        )
+    return group_rates
+
+
+def _terms(values: tuple[float, float], rates: tuple[float, float]) -> tuple[float, float]:
+    """Offset and factor, so that the two values have these learning rates."""
+    if same_rate(*rates):
+        return rates[1], 0.0
+    factor = rates[1] / values[1]
+    if same_rate(factor, rates[0] / values[0]):
+        return 0.0, 1.0 if same_rate(factor, 1.0) else factor
+    factor = (rates[1] - rates[0]) / (values[1] - values[0])
+    return rates[0] - factor * values[0], factor

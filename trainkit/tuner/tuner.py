@@ -161,7 +161,7 @@ class Tuner:
         )
         choice(method, "scale_batch_size(method=)", _METHODS)
         train_dataloaders, datamodule = _separate_datamodule(train_dataloaders, datamodule)
-        if any(given is not None for given in (train_dataloaders, val_dataloaders, dataloaders)):
+        if any(loaders is not None for loaders in (train_dataloaders, val_dataloaders, dataloaders)):
             raise ConfigurationError(
                 "scale_batch_size received loaders, whose batch size is fixed. Expected loaders that the module or a data "
                 f"module creates with self.{batch_arg_name}. Fix: scale_batch_size(module, datamodule=data)"

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from trainkit.compat.lightning_names.helpers import grad_norm, isolate_rng, measure_flops, move_data_to_device
-from trainkit.compat.lightning_names.main_process import (
+from trainkit.compat.lightning_names import (
+    grad_norm,
+    isolate_rng,
+    measure_flops,
+    move_data_to_device,
     rank_prefixed_message,
     rank_zero_debug,
     rank_zero_deprecation,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.compat.lightning_names.helpers import get_filesystem
+from trainkit.compat.lightning_names import get_filesystem
 from trainkit.names import absent
 
 __all__ = ["get_filesystem"]

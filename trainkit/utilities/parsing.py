@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.compat.lightning_names.helpers import get_init_args
+from trainkit.compat.lightning_names import get_init_args
 from trainkit.module.hparams import AttributeDict
 from trainkit.names import absent
 

@@ -2,5 +2,27 @@
 
 from __future__ import annotations
 
-from trainkit.compat.lightning_names.main_process import *
-from trainkit.compat.lightning_names.main_process import __all__, __getattr__
+from typing import Any
+
+from trainkit.compat.lightning_names import (
+    rank_prefixed_message,
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from trainkit.names import absent
+
+__all__ = [
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise absent(__name__, name, __all__)

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from trainkit.compat.lightning_names.annotations import *
-from trainkit.compat.lightning_names.annotations import (
+from typing import Any
+
+from trainkit.compat.lightning_names import (
     _DEVICE,
     _EVALUATE_OUTPUT,
     _MAP_LOCATION_TYPE,
     _PATH,
     _PREDICT_OUTPUT,
-    __all__,
-    __getattr__,
+    EVAL_DATALOADERS,
+    STEP_OUTPUT,
+    TRAIN_DATALOADERS,
+    LRSchedulerConfigType,
+    LRSchedulerPLType,
+    LRSchedulerType,
+    LRSchedulerTypeTuple,
+    LRSchedulerTypeUnion,
+    OptimizerConfig,
+    OptimizerLRScheduler,
+    OptimizerLRSchedulerConfig,
 )
+from trainkit.names import absent
+
+__all__ = [
+    "EVAL_DATALOADERS",
+    "STEP_OUTPUT",
+    "TRAIN_DATALOADERS",
+    "LRSchedulerConfigType",
+    "LRSchedulerPLType",
+    "LRSchedulerType",
+    "LRSchedulerTypeTuple",
+    "LRSchedulerTypeUnion",
+    "OptimizerConfig",
+    "OptimizerLRScheduler",
+    "OptimizerLRSchedulerConfig",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise absent(__name__, name, __all__)

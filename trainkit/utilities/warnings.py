@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.compat.lightning_names.helpers import LightningDeprecationWarning, PossibleUserWarning
+from trainkit.compat.lightning_names import LightningDeprecationWarning, PossibleUserWarning
 from trainkit.names import absent
 
 __all__ = ["LightningDeprecationWarning", "PossibleUserWarning"]

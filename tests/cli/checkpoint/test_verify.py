@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+from helpers.resume.checkpoints import make
+from helpers.support import TESTS
 
+from trainkit.checkpoint import open_checkpoint
 from trainkit.cli.checkpoint.text import on_one_line
 from trainkit.cli.main import main
+
+FORMAT_1 = TESTS / "checkpoint" / "format_1"
 
 
 def flip(path: Path, place: int) -> None:
@@ -24,6 +31,33 @@ def test_all_good(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", "verify", str(newest), str(run_folder.parent), str(newest)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [["good", str(newest)], ["good", str(older)]]
+    assert all(line.endswith("B, XXH3-128)") for line in lines)
+
+
+def test_the_commands_know_format_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "runs" / "old", make(tmp_path / "new", minute=7)
+    shutil.copytree(FORMAT_1, old)
+    assert main(["checkpoint", "verify", str(old), str(new)]) == 0
+    assert re.findall(r"B, (.*)\)", capsys.readouterr().out) == ["SHA-256", "XXH3-128"]
+    for path, title, digits in ((old, "SHA-256", "bc8af8e97850a040…"), (new, "XXH3-128", None)):
+        digits = digits or open_checkpoint(new).manifest.files["model.safetensors"].digest[:16] + "…"
+        assert main(["checkpoint", "show", str(path)]) == 0
+        shown = capsys.readouterr().out
+        assert re.search(rf"^FILE +SIZE  CONTAINS +{title}$", shown, re.MULTILINE)
+        assert re.search(rf"^model.safetensors .* {digits}$", shown, re.MULTILINE)
+    assert main(["checkpoint", "ls", str(old.parent), "--json"]) == 0
+    [listed] = json.loads(capsys.readouterr().out)
+    assert (listed["format_version"], listed["checksum"], listed["problem"]) == (1, "sha256", None)
+    assert listed["files"]["config.json"] == {
+        "size": 22,
+        "sha256": "8e9d21a8818ac672ea522cbb09b8a360ffbda0bffac44409136b5a4b11f685a9",
+    }
+    assert main(["checkpoint", "diff", str(old), str(new), "--all"]) == 0
+    assert main(["checkpoint", "export", str(old), str(tmp_path / "out"), "--format", "safetensors"]) == 0
+    flip(old / "model.safetensors", -1)
+    capsys.readouterr()
+    assert main(["checkpoint", "verify", str(old)]) == 1
+    assert "model.safetensors: its SHA-256 is" in capsys.readouterr().out
 
 
 def test_a_flipped_bit_of_any_file_is_named(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -104,8 +104,9 @@ def test_a_subcommand_runs_with_its_hooks() -> None:
 
 @pytest.mark.slow
 def test_every_subcommand(capfd: pytest.CaptureFixture[str]) -> None:
-    command_line("fit", "--trainer.max_epochs=1")
-    best = ("--ckpt_path=best", "--trainer.logger=false")
+    kept = ("--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.dirpath=kept")
+    command_line("fit", "--trainer.max_epochs=1", *kept)
+    best = ("--ckpt_path=best", "--trainer.logger=false", *kept)
     command_line("validate", *best)
     command_line("test", *best, "--verbose=false")
     printed = capfd.readouterr().out

@@ -24,7 +24,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    done = run_python(program)
+    done = run_python(program, bare=True)
     assert done.returncode == 0, done.stderr
     assert "MissingPackageError TrainkitCLI needs the package 'jsonargparse[signatures]'" in done.stdout
     assert "pip install 'trainkit-torch[cli]'" in done.stdout
@@ -33,4 +33,4 @@ except ImportError as error:
 
 def test_the_command_does_not_load_it() -> None:
     program = "import sys; from trainkit.cli.main import main; main(['--help']); print('jsonargparse' in sys.modules)"
-    assert run_python(program).stdout.endswith("False\n")
+    assert run_python(program, bare=True).stdout.endswith("False\n")

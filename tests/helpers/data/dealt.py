@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import reduce
 from typing import Any, NamedTuple
 
 from helpers.data.samples import CPU, draw, ids, same
@@ -41,6 +42,9 @@ class Alike(World):
 
     def exchange(self, value: Any) -> list[Any]:
         return [value] * self.size
+
+    def combine(self, value: Any, function: Any) -> Any:
+        return reduce(function, [value] * self.size)
 
     def rows(self, values: Any) -> Any:
         raise AssertionError("these processes have nothing to tell one another")

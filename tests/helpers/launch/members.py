@@ -54,7 +54,7 @@ class Member:
 
     def run(self, work: Callable[[], Any], tear_down: Callable[[], Any] = lambda: None) -> Any:
         """Call `work` like a run of the Trainer, with its handling of failures."""
-        self.watchdog.entered()
+        self.watchdog.enter()
         try:
             return work()
         except BaseException as error:
@@ -66,7 +66,7 @@ class Member:
             try:
                 tear_down()
             finally:
-                self.watchdog.left()
+                self.watchdog.leave()
 
     def step(self) -> float:
         """An all-reduce, which blocks until all processes take part; returns their number."""

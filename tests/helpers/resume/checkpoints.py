@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from helpers.support import ROOT, STARTUP, TESTS
 
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
+from trainkit.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM
 from trainkit.checkpoint.commit import commit
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest, digest_line
 from trainkit.errors import CorruptCheckpointError
@@ -25,6 +25,7 @@ __all__ = [
     "about",
     "complaint",
     "content",
+    "digest",
     "draft",
     "load",
     "make",
@@ -78,6 +79,7 @@ def content(counter: int = 1, *, step: int = 10, **changes: Any) -> CheckpointCo
         "attachments": {"config.json": b'{"model_type": "tiny"}'},
         "max_shard_size": 5 * 10**9,
         "parameters": {},
+        "checksum": DEFAULT_CHECKSUM,
     }
     fields: dict[str, Any] = {
         "position": {"samples": 40},
@@ -122,9 +124,16 @@ def seal(path: Path, change: Callable[[dict[str, Any]], object] = lambda manifes
     if measure:
         for name in manifest["files"]:
             data = (path / name).read_bytes()
-            manifest["files"][name] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            manifest["files"][name] = {"size": len(data), manifest["checksum"]: digest(data, manifest["checksum"])}
     change(manifest)
     write_manifest(path, json.dumps(manifest).encode())
+
+
+def digest(data: bytes, checksum: str = DEFAULT_CHECKSUM) -> str:
+    """The digest of the content of a file, as a manifest has it."""
+    hasher = CHECKSUMS[checksum].start()
+    hasher.update(memoryview(data))
+    return hasher.hexdigest()
 
 
 def names(folder: Path) -> list[str]:
@@ -139,7 +148,7 @@ def verified(path: Path) -> int:
     manifest = Manifest.from_bytes(data, str(path))
     for name, entry in manifest.files.items():
         written = (path / name).read_bytes()
-        assert (len(written), hashlib.sha256(written).hexdigest()) == (entry.size, entry.sha256), name
+        assert (len(written), digest(written, manifest.checksum)) == (entry.size, entry.digest), name
     assert json.loads((path / "state.json").read_bytes()) == {"counter": manifest.save_counter}
     return manifest.save_counter
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
-from trainkit.module.hook_names import HOOKS
+from trainkit.module.hook_table import HOOKS
 
 __all__ = ["Call", "documented", "public_calls", "unread"]
 
@@ -89,9 +89,15 @@ def unread(call: Call) -> list[str]:
         return []
     read = {node.id for body in bodies for part in body for node in ast.walk(part) if isinstance(node, ast.Name)}
     methods = {node.attr for body in bodies for part in body for node in ast.walk(part) if isinstance(node, ast.Attribute)}
-    if read & {"locals", "read_arguments"} or "save_hyperparameters" in methods:  # these read all arguments
+    if "locals" in read or "save_hyperparameters" in methods:  # these read all arguments
         return []
-    return [p.name for p in call.parameters if p.name not in read]
+    names = [p.name for p in call.parameters]
+    code = call.function.__code__
+    position = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    keywords = code.co_varnames[position] if code.co_flags & inspect.CO_VARKEYWORDS else ""
+    if keywords not in names and keywords in read:  # the fields of a dataclass, which `trainkit.checks.accepts` shows
+        return []
+    return [name for name in names if name not in read]
 
 
 def _body(function: Any) -> list[ast.stmt]:

@@ -9,6 +9,7 @@ import copy
 import json
 import threading
 from collections.abc import Callable
+from functools import reduce
 from time import monotonic
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.patience import PATIENCE
 from torch import Tensor
 
 from trainkit.distributed.failure import Runs
-from trainkit.distributed.world import CollectiveTracker, ThreadExchange, World
+from trainkit.distributed.world import CollectiveTracker, Pending, ThreadExchange, World
 from trainkit.strategy import Strategy
 from trainkit.tagged_json.codec import from_bytes, to_bytes
 
@@ -82,36 +83,58 @@ class _Channel:
             complete()
         return [json.loads(text) for text in found]
 
+    def collect(self, key: str, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        values = self.exchange(f"{key}/values", value)
+        return self.exchange(f"{key}/reply", answer(values) if self._rank == 0 else None)[0]
+
 
 class FakeWorld(World):
     """The `World` of a rank that is a thread.
 
     Attributes:
         exchanges: Number of exchanges so far, without those of `ThreadExchange`.
+        calls: The name of each collective so far, in order.
     """
 
     def __init__(self, hub: _Hub, rank: int) -> None:
         super().__init__(rank, hub.size, channel=_Channel(hub, rank))  # type: ignore[arg-type]
         self._hub = hub
         self.exchanges = 0
+        self.calls: list[str] = []
 
     def exchange(self, value: Any) -> list[Any]:
-        return [json.loads(text) for text in self._all(json.dumps(value))]
+        return [json.loads(text) for text in self._all(json.dumps(value), "exchange")]
+
+    def from_main(self, value: Any) -> Any:
+        return json.loads(self._all(json.dumps(value if self.is_main else None), "from_main")[0])
+
+    def collect(self, value: Any, answer: Callable[[list[Any]], Any]) -> Any:
+        values = [json.loads(text) for text in self._all(json.dumps(value), "collect")]
+        return self.from_main(answer(values) if self.is_main else None)
+
+    def combine(self, value: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        return reduce(function, self._all(value.clone(), "combine"))
+
+    def begin_largest(self, values: Any) -> Pending:
+        return Pending(
+            torch.stack(self._all(torch.tensor(values, dtype=torch.int64), "largest")).amax(0), None, self.collectives
+        )
 
     def exchange_state(self, value: Any) -> list[Any]:
-        return [from_bytes(data) for data in self._all(to_bytes(value))]
+        return [from_bytes(data) for data in self._all(to_bytes(value), "exchange_state")]
 
     def exchange_user_objects(self, value: Any) -> list[Any]:
-        return copy.deepcopy(self._all(copy.deepcopy(value)))
+        return copy.deepcopy(self._all(copy.deepcopy(value), "exchange_user_objects"))
 
     def broadcast_user_object(self, value: Any, source: int = 0) -> Any:
         return self.exchange_user_objects(value)[source]
 
     def rows(self, values: Any) -> list[list[float]]:
-        return self.exchange([float(value) for value in values])
+        return self._all([float(value) for value in values], "rows")
 
-    def _all(self, value: Any) -> list[Any]:
+    def _all(self, value: Any, name: str) -> list[Any]:
         self.exchanges += 1
+        self.calls.append(name)
         return self._hub.exchange(self.rank, f"world/{self.exchanges}", value)
 
 

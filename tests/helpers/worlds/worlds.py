@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import importlib
 import importlib.util
 import itertools
@@ -22,10 +23,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
+from typing import IO, Any
 
 from helpers.patience import PATIENCE
 
@@ -35,6 +37,7 @@ _PRELOAD = [
     "torch",
     "torch.distributed",
     "torch._dynamo",
+    "torch.distributed.tensor.parallel",
     "numpy",
     "trainkit",
     "trainkit.trainer.trainer",
@@ -43,11 +46,21 @@ _PRELOAD = [
     "trainkit.strategies.zero.zero_strategy",
     "deepspeed",
     "deepspeed.runtime.zero.muon.muon_optimizer",  # its import takes over a second
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.superoffload.superoffload_stage3",
+    "deepspeed.module_inject.auto_ep_layer",
+    "deepspeed.ops.op_builder.all_ops",
+    "helpers.worlds.processor",
+    "trainkit.callbacks.model_checkpoint",
+    "helpers.runs.trainers",
     "pytest",
+    "hypothesis",
     "helpers.runs.tiny",
 ]
 if importlib.util.find_spec("torch_xla") is not None:  # in the environment of `make test-xla`; see xla_runs.py
     _PRELOAD += ["torch_xla", "torch_xla.core.xla_model", "torch_xla.distributed.spmd"]
+_PRELOAD += ["torchmetrics"] if importlib.util.find_spec("torchmetrics") else []  # its import takes seconds
+_PRELOAD += ["helpers.worlds.freeze"]
 _SHOW = getattr(signal, "SIGRTMIN", signal.SIGUSR2)  # a process that gets this signal writes its stacks
 
 
@@ -182,24 +195,30 @@ def run_world(size: int, function: Callable[..., Any], *args: Any, env: dict[str
 
 
 def free_port() -> int:
-    """A free port, which is not assigned to another test before this one uses it.
-
-    The kernel uses higher ports for connections, and each worker of pytest-xdist has its own range.
-    """
+    """A free port that no other test on this machine is given before this one uses it."""
+    ports = _claim_ports()
     while True:
-        port = _PORTS.start + next(_next_port) % len(_PORTS)
+        port = ports.start + next(_next_port) % len(ports)
         with contextlib.suppress(OSError), socket.socket() as taken:
             taken.bind(("", port))
             return port
 
 
-def _ports() -> range:
-    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % 8
-    return range(11_000 + 2_000 * number, 13_000 + 2_000 * number)
+@cache
+def _claim_ports() -> range:
+    """A range of ports, below those that the kernel uses for connections, which is locked as long as this process lives."""
+    for start in range(11_000, 31_000, 200):
+        lock = open(Path(tempfile.gettempdir()) / f"trainkit-tests-{os.getuid()}-ports-{start}", "w")  # noqa: SIM115
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locks.append(lock)
+            return range(start, start + 200)
+        lock.close()
+    raise RuntimeError("a hundred processes of tests hold all ports from 11000 to 31000")
 
 
-_PORTS = _ports()
-_next_port = itertools.count(random.SystemRandom().randrange(len(_PORTS)))
+_locks: list[IO[str]] = []
+_next_port = itertools.count(random.SystemRandom().randrange(200))
 
 
 def where_is(function: Callable[..., Any]) -> tuple[str, str, str]:

@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from trainkit import Precision
+from trainkit.checks import argument_texts, arguments_of
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError
 from trainkit.strategies.fsdp.fsdp_strategy import FSDPStrategy
-from trainkit.strategies.fsdp.units import choose_units, ignored_parameters
+from trainkit.strategies.fsdp.sharded_models import FSDPOptions
+from trainkit.strategies.fsdp.units import choose_units, find_ignored_parameters
 
 CPU = torch.device("cpu")
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -76,6 +78,10 @@ def test_wrong_values(options: dict[str, Any]) -> None:
         choose_units(net(), made(**options).options.wrap)
 
 
+def test_each_argument_has_a_text() -> None:
+    assert sorted(argument_texts(FSDPOptions)) == sorted(arguments_of(FSDPOptions))
+
+
 @pytest.mark.parametrize("name", ["replicas", "tensor_parallel"])
 def test_sizes_that_one_process_does_not_have(name: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"{name}=2.*needs a multiple of 2 processes"):
@@ -85,8 +91,8 @@ def test_sizes_that_one_process_does_not_have(name: str) -> None:
 def test_ignored_modules() -> None:
     model = net()
     model.scale = nn.Parameter(torch.ones(()))
-    assert ignored_parameters(model, made().options.ignored_modules) == {model.scale}
-    assert ignored_parameters(model, made(ignored_modules="2").options.ignored_modules) == {
+    assert find_ignored_parameters(model, made().options.ignored_modules) == {model.scale}
+    assert find_ignored_parameters(model, made(ignored_modules="2").options.ignored_modules) == {
         model.scale,
         *model.get_submodule("2").parameters(),
     }

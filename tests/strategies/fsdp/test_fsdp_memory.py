@@ -16,7 +16,6 @@ from trainkit.errors import OptimizerError
 from trainkit.memory.inventory import contents_of
 from trainkit.strategies import FSDPStrategy
 from trainkit.strategy import Contents, Footprint, Held
-from trainkit.trainer.memory_plan import contents_of_module
 
 
 class Block(nn.Module):
@@ -139,6 +138,6 @@ def test_an_optimizer_that_cannot_step_shards() -> None:
 def test_in_the_update(size: int, precision: str) -> None:
     """The tensors at the end of an optimizer step are a rank's shards of parameters, gradients and state, and no whole unit."""
     by_rank = together(size, {"held": (bytes_in_the_update, ["fsdp"], precision)})["held"]
-    planned = contents_of_module(make_trainer(precision=precision), Planned())
+    planned = make_trainer(precision=precision)._memory_estimator().contents(Planned())
     said = footprint(planned, size, wrap="Linear").moments["update"].device.total
     assert max(found["fsdp"] for found in by_rank) == pytest.approx(said, rel=0.02)

@@ -467,7 +467,7 @@ def test_round_trips() -> None:
                 shards.load(tensor, parameter, whole)
                 assert torch.equal(tensor.full_tensor(), whole.to(tensor.dtype))
                 assert torch.equal(shards.whole(tensor, parameter), whole.to(tensor.dtype))
-                stored = shards.sharded_tensor(tensor, parameter)
+                stored = shards.make_sharded_tensor(tensor, parameter)
                 assert (stored.shape, stored.dtype, stored.is_meta) == (whole.shape, tensor.dtype, True)
                 for owner in (None, *range(4)):
                     found = stored.collect(owner)

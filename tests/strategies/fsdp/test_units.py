@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from trainkit.errors import ConfigurationError, ModuleError, UnknownNameError
-from trainkit.strategies.fsdp.units import callable_parts, choose_units, ignored_parameters, refuse_unshardable, slots
+from trainkit.strategies.fsdp.units import callable_parts, choose_units, find_ignored_parameters, refuse_unshardable, slots
 
 
 class Block(nn.Module):
@@ -96,10 +96,10 @@ def test_parts_that_are_called_by_themselves() -> None:
 
 def test_scalars_and_ignored_modules_stay_whole() -> None:
     model = Model()
-    assert ignored_parameters(model, None) == {model.scale}
-    assert ignored_parameters(model, "head") == {model.scale, model.head.weight}
+    assert find_ignored_parameters(model, None) == {model.scale}
+    assert find_ignored_parameters(model, "head") == {model.scale, model.head.weight}
     with pytest.raises(UnknownNameError, match="ignored_modules='heat' matches no module"):
-        ignored_parameters(model, "heat")
+        find_ignored_parameters(model, "heat")
 
 
 def test_integers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,9 +206,7 @@ def test_the_memory_of_a_device() -> None:
     from helpers.runs.planned import Planned
     from helpers.runs.trainers import make_trainer
 
-    from trainkit.trainer.memory_plan import contents_of_module
-
-    contents = contents_of_module(make_trainer(), Planned())
+    contents = make_trainer()._memory_estimator().contents(Planned())
     whole, part = XLAStrategy().footprint(contents, 4), XLAStrategy(fsdp=True).footprint(contents, 4)
     assert (whole.name, part.name) == ("xla", "xla, fsdp")
     assert part.device.total == pytest.approx(whole.device.total / 4, rel=0.001)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.xla.xla_cases import KINDS, Net, Numbers, Trained, close, limit, loader, strategy, train, under
+from helpers.xla.xla_cases import KINDS, Net, Numbers, Trained, limit, loader, strategy, train, under
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -128,4 +128,5 @@ def test_an_evaluation(kind: str) -> None:
     found = under(kind, evaluated)
     assert found["ids"] == list(range(21))
     assert found["counted"] == 21
-    close(found["found"].flatten().tolist(), found["plain"].flatten().tolist(), 10 * limit())
+    # relative to the largest output: one whose terms almost cancel has only their rounding errors left
+    assert (found["found"] - found["plain"]).abs().max() <= 10 * limit() * found["plain"].abs().max()

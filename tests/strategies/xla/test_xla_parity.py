@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.support import covering
 from helpers.xla.xla_cases import GPT, KINDS, Net, Numbers, Text, Trained, by_hand, close, limit, loader, train, under
 
 pytestmark = pytest.mark.xla
@@ -84,7 +83,8 @@ def assert_same(mine: Trained, theirs: Trained, allowed: float, parameters: bool
         assert torch.allclose(mine.parameters[name], value, rtol=2.5 * allowed, atol=0.5 * allowed), name
 
 
-@pytest.mark.parametrize("name, kind", covering(list(WAYS), list(KINDS)))
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", WAYS)
 def test_parity(name: str, kind: str) -> None:
     """Over thirty micro-batches, three of them short. Compiled with the options of a user's run, except for the slow GPT."""
     mine, theirs = under(kind, both, name, 3, optimized=name != "gpt")
@@ -92,10 +92,9 @@ def test_parity(name: str, kind: str) -> None:
     assert_same(mine, theirs, limit(), WAYS[name].options.get("optimizer") == "sgd")
 
 
-@pytest.mark.parametrize(
-    "precision, name, kind",
-    covering(["bf16-mixed", "bf16-true"], ["adamw", "accumulated and clipped", "gpt"], list(KINDS)),
-)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["adamw", "accumulated and clipped", "gpt"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_parity_in_bfloat16(name: str, precision: str, kind: str) -> None:
     mine, theirs = under(kind, both, name, 1, precision)
     assert len(theirs.losses) == 10

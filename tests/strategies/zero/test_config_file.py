@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from trainkit.checks import argument_texts, arguments_of
 from trainkit.errors import ConfigurationError, UnknownNameError
 from trainkit.launch.environment import local_rank
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.config_file import _MISSING, deepspeed_config, read_config
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
-from trainkit.strategies.zero.zero_strategy import ZeROOptions
 
 # A configuration as in the documentation of DeepSpeed, Accelerate and transformers.
 USUAL = {
@@ -101,8 +101,8 @@ def test_a_file_with_comments(caplog: pytest.LogCaptureFixture) -> None:
     strategy = ZeROStrategy(config="ds.json")
     assert strategy.config == ZeROConfig(
         3,
-        "cpu",
-        "cpu",
+        offload_optimizer="cpu",
+        offload_params="cpu",
         pin_memory=False,
         overlap_comm=True,
         prefetch_bucket_size=1_000_000,
@@ -316,14 +316,62 @@ def test_options_in_addition_to_a_configuration() -> None:
         ZeROStrategy(config=changed(bf16={"enabled": True}), precision="32-true", device="cpu")
 
 
+def test_an_option_with_its_default_value_is_in_addition_too() -> None:
+    """The configuration may have another value. Only a parser, which passes every option, does not state the defaults."""
+    with pytest.raises(ConfigurationError, match="both config= and param_persistence_threshold=100000"):
+        ZeROStrategy(config={"zero_optimization": {"stage": 3}}, param_persistence_threshold=100_000)
+    kept = [name for name, argument in arguments_of(ZeROConfig).items() if argument.kept]
+    defaults = {name: getattr(ZeROConfig, name) for name in kept}
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 7}}
+    assert ZeROStrategy(config=config, **defaults).config.param_persistence_threshold == 7
+    with pytest.raises(ConfigurationError, match="both config= and hpz_partition_size=2"):
+        ZeROStrategy(config=config, **{**defaults, "hpz_partition_size": 2})
+
+
 def test_an_unknown_option() -> None:
     with pytest.raises(UnknownNameError, match="ZeROStrategy has no argument 'offload_optimiser'.*'offload_optimizer'"):
         ZeROStrategy(offload_optimiser="cpu")  # type: ignore[call-arg]
 
 
-def test_the_options_are_those_of_the_configuration() -> None:
-    fields = {name: str(about.type) for name, about in ZeROConfig.__dataclass_fields__.items() if name != "stage"}
-    assert fields == {name: about.__forward_arg__ for name, about in ZeROOptions.__annotations__.items()}
+OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {  # option → another value than the default, and the others that it needs
+    "offload_optimizer": ("cpu", {"stage": 2}),
+    "offload_params": ("cpu", {"stage": 3}),
+    "pin_memory": (False, {"stage": 2, "offload_optimizer": "cpu"}),
+    "reduce_bucket_size": (2, {"stage": 2}),
+    "allgather_bucket_size": (2, {"stage": 2}),
+    "overlap_comm": (True, {"stage": 2}),
+    "contiguous_gradients": (False, {"stage": 2}),
+    "round_robin_gradients": (True, {"stage": 2}),
+    "sub_group_size": (7, {"stage": 3}),
+    "prefetch_bucket_size": (7, {"stage": 3}),
+    "param_persistence_threshold": (7, {"stage": 3}),
+    "max_live_parameters": (7, {"stage": 3}),
+    "max_reuse_distance": (7, {"stage": 3}),
+    "hpz_partition_size": (2, {"stage": 3}),
+    "quantized_weights": (True, {"stage": 3}),
+    "quantized_nontrainable_weights": (True, {"stage": 3}),
+    "quantized_gradients": (True, {"stage": 3}),
+    "communication_dtype": ("bf16", {"stage": 2}),
+    "max_params_in_cpu": (7, {"stage": 3, "offload_params": "nvme", "nvme_path": "."}),
+    "param_buffer_count": (7, {"stage": 3, "offload_params": "nvme", "nvme_path": "."}),
+    "optimizer_buffer_count": (7, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+    "aio_block_size": (4096, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+    "aio_queue_depth": (7, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+    "aio_threads": (7, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+    "aio_single_submit": (True, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+    "aio_overlap_events": (False, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "."}),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_changes_deepspeeds_configuration(option: str) -> None:
+    value, others = OPTIONS[option]
+    made, default = ZeROConfig(**others, **{option: value}), ZeROConfig(**others)
+    assert made.for_model([10, 20], {}, ".") != default.for_model([10, 20], {}, ".")
+
+
+def test_each_argument_has_a_text() -> None:
+    assert sorted(argument_texts(ZeROConfig)) == sorted(arguments_of(ZeROConfig))
 
 
 # --------------------------------------------------------------------------------------------------------- command line

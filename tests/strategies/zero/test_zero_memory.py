@@ -15,11 +15,10 @@ from trainkit.errors import OptimizerError
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.zero_memory import ZeROMemory
 from trainkit.strategy import Contents, Weight
-from trainkit.trainer.memory_plan import contents_of_module
 
 
 def contents(precision: str) -> Contents:
-    return contents_of_module(make_trainer(precision=precision), Planned())
+    return make_trainer(precision=precision)._memory_estimator().contents(Planned())
 
 
 def memory(kind: str, **options: Any) -> ZeROMemory:
@@ -135,6 +134,6 @@ def test_the_estimate_uses_the_options_of_the_strategy() -> None:
     (own,) = [row for row in rows if row.own]
     assert own.strategy == "zero3"
     assert own.footprint == memory("zero3", reduce_bucket_size=1000, param_persistence_threshold=0).footprint(
-        contents_of_module(trainer, Planned()), 2
+        trainer._memory_estimator().contents(Planned()), 2
     )
     assert own.footprint.moments["update"].device.buffers == 4 * 1000

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.covering import covering
 from helpers.runs.parity import Case, RegressionModule, train, trained
 from helpers.worlds.worlds import run_world
 from helpers.zero.zero_cases import STAGES, NoLosses, Sometimes, Weighted, strategy
@@ -21,32 +22,18 @@ from trainkit.optim.optimizer_copy import count_slots
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
 
-
-def covering() -> list[tuple[str, int, int, float | None, str]]:
-    """A few combinations of the five parameters, which contain each pair of their values."""
-    values = (list(STAGES), [1, 2], [1, 4], [None, 1.0], ["32-true", "bf16-mixed", "16-mixed"])
-    left = {((i, a), (j, b)) for i in range(5) for j in range(i + 1, 5) for a in values[i] for b in values[j]}
-    chosen = []
-    while left:
-        best = max(product(*values), key=lambda row: len(left & _pairs(row)))
-        left -= _pairs(best)
-        chosen.append(best)
-    return chosen
+_ROWS = list(product(STAGES, [1, 2], [1, 4], [None, 1.0], ["32-true", "bf16-mixed", "16-mixed"]))
+_CASES = [_ROWS[place] for place in covering([[*map(repr, row)] for row in _ROWS])]
 
 
-def _pairs(row: tuple[Any, ...]) -> set[Any]:
-    return {((i, row[i]), (j, row[j])) for i in range(5) for j in range(i + 1, 5)}
-
-
-@pytest.mark.parametrize("kind, size, window, clip, precision", covering())
+@pytest.mark.parametrize("kind, size, window, clip, precision", _CASES)
 def test_parity(kind: str, size: int, window: int, clip: float | None, precision: str) -> None:
     assert_parity(kind, size, window, clip, precision)
 
 
 def test_the_cases_cover_all_pairs() -> None:
-    rows = covering()
-    assert len(rows) < 25
-    assert all(any(row[0] == kind and row[1] == size for row in rows) for kind in STAGES for size in (1, 2))
+    assert len(_CASES) < 25
+    assert all(any(row[0] == kind and row[1] == size for row in _CASES) for kind in STAGES for size in (1, 2))
 
 
 def test_the_comparison_can_fail() -> None:

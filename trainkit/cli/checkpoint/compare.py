@@ -14,14 +14,24 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
-from trainkit.cli.checkpoint.exported_module import aliases_of
+from trainkit.cli.checkpoint.export import aliases_of
 from trainkit.cli.checkpoint.text import print_lines, short
-from trainkit.console import counted
+from trainkit.console import quantity
 
 __all__ = ["CheckpointDifference", "compare_checkpoints", "compare_tensors", "compare_values", "run"]
 
 # Entries of the manifest in which even two identical runs differ.
-_NOT_COMPARED = ("run_id", "save_counter", "saved_at", "saved_by", "trainkit_version", "format_version", "files", "aliases")
+_NOT_COMPARED = (
+    "run_id",
+    "save_counter",
+    "saved_at",
+    "saved_by",
+    "trainkit_version",
+    "format_version",
+    "checksum",
+    "files",
+    "aliases",
+)
 # Parts of the state that contain paths and times; compared with --all.
 _ONLY_WITH_ALL = ("callbacks", "loggers", "metrics", "results")
 _CHUNK = 1 << 22  # elements to compare at a time
@@ -38,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         skipped = "" if args.all else " (not compared without --all: callbacks, loggers, logged metrics)"
         print_lines(f"equal, bit for bit: {', '.join(first.stems)}{skipped}")
         return 0
-    print_lines(f"{counted(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
+    print_lines(f"{quantity(counts.total(), 'difference')}: " + ", ".join(f"{part} {n}" for part, n in counts.items()))
     return 1
 
 
@@ -122,14 +132,14 @@ def compare_tensors(first: Tensor | None, second: Tensor | None) -> str | None:
             continue
         at = at if count else start + int(unequal.int().argmax())
         count += int(unequal.sum())
-        gap = _largest_difference(_chosen(a, unequal), _chosen(b, unequal))
+        gap = _largest_difference(_select(a, unequal), _select(b, unequal))
         largest = float(np.maximum(largest, gap))  # NaN if one of them is
     if not count:
         return None
     index = tuple(int(i) for i in np.unravel_index(at, tuple(first.shape) or (1,))) if first.dim() else ()
     values = f"{one[at].item()!r} and {other[at].item()!r}"
     size = "NaN" if math.isnan(largest) else f"{largest:.3g}"
-    of = counted(one.numel(), "element")
+    of = quantity(one.numel(), "element")
     return f"{count:,} of {of} differ{'s' if count == 1 else ''}, by at most {size}; the first at {list(index)}: {values}"
 
 
@@ -137,7 +147,7 @@ def _bits(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8).reshape(flat.numel(), -1)
 
 
-def _chosen(flat: Tensor, mask: Tensor) -> Tensor:
+def _select(flat: Tensor, mask: Tensor) -> Tensor:
     return _bits(flat)[mask].reshape(-1).view(flat.dtype)  # torch 2.9 has no indexing of float8
 
 
@@ -170,7 +180,7 @@ def compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, st
             yield from compare_values(first.get(key, _ABSENT), second.get(key, _ABSENT), f"{path}[{key!r}]")
     elif isinstance(first, (list, tuple)):
         if len(first) != len(second):
-            yield path, f"{counted(len(first), 'item')} and {counted(len(second), 'item')}"
+            yield path, f"{quantity(len(first), 'item')} and {quantity(len(second), 'item')}"
         for index, (one, other) in enumerate(zip(first, second, strict=False)):
             yield from compare_values(one, other, f"{path}[{index}]")
     elif not _same(first, second):

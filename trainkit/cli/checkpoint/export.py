@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,27 @@ from torch import Tensor
 from trainkit._version import __version__
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.plain_files import shard_size, write_weights
-from trainkit.checkpoint.reader import open_checkpoint
+from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.checkpoint.urls import remote_sync
-from trainkit.cli.checkpoint.exported_module import ExportedModule, read_module
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
-from trainkit.console import counted
-from trainkit.errors import CheckpointError, CheckpointWriteError, ConfigurationError
+from trainkit.console import quantity
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    UnknownNameError,
+    nearest,
+)
 from trainkit.paths import local_path
 from trainkit.state.pretrained import adapter_config, adapter_names, adapters_of
+from trainkit.state.training_objects import model_stems
 
-__all__ = ["DTYPES", "ExportFolder", "cast", "export", "export_folders", "run"]
-
+__all__ = ["DTYPES", "ExportFolder", "ExportedModule", "aliases_of", "cast", "export", "export_folders", "read_module", "run"]
 
 _MARK = "trainkit_export.json"
+# An attribute that names one of several models: the stem of its files, and a path in it.
+_MODEL = re.compile(r"(model(?:_\d+)?)(?:/(.+))?")
 # The files of an export. Those of an earlier export must not remain next to the new ones.
 _OURS = re.compile(
     r"(model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
@@ -56,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     )
     for where, folder in folders.items():
         size = sum(tensor.nbytes for tensor in folder.tensors.values())
-        about = f"{kind}, {counted(len(folder.tensors), 'tensor')}, {bytes_text(size)}"
+        about = f"{kind}, {quantity(len(folder.tensors), 'tensor')}, {bytes_text(size)}"
         print_lines(f"Wrote {os.path.join(args.out, where) if where else args.out}: {about}")
         print_lines(*(f"  {note}" for note in folder.notes))
     return 0
@@ -100,7 +108,7 @@ def export(
     if not any(folder.tensors for folder in folders.values()):
         raise ConfigurationError(f"{path}: there is no tensor to export. Fix: choose another checkpoint or attribute")
     about = {
-        "checkpoint": checkpoint.path.name,  # not its whole path: an export may be published
+        "checkpoint": checkpoint.path.name,  # Only the name: an export may be published.
         "run_id": checkpoint.manifest.run_id,
         "step": checkpoint.manifest.step,
         "attribute": attribute,
@@ -138,7 +146,7 @@ def _write(target: Path, folders: Mapping[str, ExportFolder], mark: bytes, max_s
         for where, folder in folders.items():
             attachments = folder.attachments if where else {**folder.attachments, _MARK: mark}
             write_weights(temporary / where, folder.tensors, attachments, max_shard_size=max_shard_size, stem=folder.stem)
-        if "" not in folders:  # only named adapters, each in a folder
+        if "" not in folders:  # All adapters have names; each is in a folder.
             (temporary / _MARK).write_bytes(mark)
         if not target.exists():
             os.replace(temporary, target)
@@ -153,7 +161,7 @@ def _write(target: Path, folders: Mapping[str, ExportFolder], mark: bytes, max_s
         shutil.rmtree(temporary, ignore_errors=True)
         if not target.exists():
             for parent in made:
-                with contextlib.suppress(OSError):  # not empty
+                with contextlib.suppress(OSError):  # A folder that is not empty stays.
                     parent.rmdir()
 
 
@@ -166,6 +174,131 @@ def _move_into(source: Path, target: Path) -> None:
             old.unlink()
     for name in names:
         os.replace(source / name, target / name)
+
+
+@dataclass
+class ExportedModule:
+    """One module of a checkpoint. All names are relative to the module.
+
+    Attributes:
+        tensors: The stored tensors.
+        aliases: Name of a tied tensor → the name in `tensors` under which it is stored.
+        missing_frozen: Names of parameters that the checkpoint does not contain because they were frozen.
+        configs: Configurations of the `transformers` and PEFT models inside, by path; `""` is the module itself.
+        peft_parent: The PEFT model that contains this module, with adapters between its parameters; "" if there is none.
+    """
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+    missing_frozen: list[str]
+    configs: dict[str, Mapping[str, Any]]
+    peft_parent: str = ""
+
+    @property
+    def kind(self) -> str:
+        """The default format of the module: "peft", "transformers" or "safetensors"."""
+        config = self.configs.get("", {})
+        if self.peft_parent:
+            return "safetensors"
+        return "peft" if config.get("kind") == "peft" or config.get("adapters") else str(config.get("kind", "safetensors"))
+
+
+def read_module(checkpoint: Checkpoint, attribute: str | None) -> ExportedModule:
+    """Read and verify the model's tensors, and keep those of one module.
+
+    Args:
+        checkpoint: The checkpoint.
+        attribute: Path of a module, such as `"net"` or `"net.encoder"`. If your own training loop saved several models:
+            `"model_1"` for the second, `"model_1/encoder"` for a module of it. `None`: the whole (first) model.
+
+    Raises:
+        UnknownNameError: The model has no such module; the message lists the modules.
+        CheckpointError: The checkpoint is damaged.
+    """
+    stem, path = _split(checkpoint, attribute)
+    loaded = checkpoint.read({stem, "state"}, unregistered=True)
+    tensors = loaded.tensors.get(stem, {})
+    aliases = aliases_of(checkpoint, stem, tensors)
+    trained, configs = _split_adapters(loaded.state, stem)
+    names = [*tensors, *aliases, *trained]
+    if path and not any(name.startswith(f"{path}.") for name in names):
+        raise UnknownNameError(_unknown(str(attribute), path, names, configs))
+    inside, own_aliases = _tensors_inside(tensors, aliases, path)
+    own_configs = {p.removeprefix(path).removeprefix("."): config for p, config in configs.items() if _within(p, path)}
+    stored = {*inside, *own_aliases}
+    missing_frozen = [name for name in _inside(trained, path) if name not in stored]
+    return ExportedModule(inside, own_aliases, missing_frozen, own_configs, _enclosing_peft_model(configs, path))
+
+
+def aliases_of(checkpoint: Checkpoint, stem: str, tensors: Container[str]) -> Mapping[str, str]:
+    """Name of a tied tensor → the name under which it is stored, which must be in `tensors`."""
+    aliases = checkpoint.manifest.aliases.get(stem, {})
+    if missing := [stored for stored in aliases.values() if stored not in tensors]:
+        raise CorruptCheckpointError(f"{checkpoint.path}: the manifest names the tensor {missing[0]!r}, which is missing")
+    return aliases
+
+
+def _inside(mapping: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The entries of a module, by their names within it."""
+    start = f"{path}." if path else ""
+    return {name.removeprefix(start): value for name, value in mapping.items() if name.startswith(start)}
+
+
+def _tensors_inside(
+    tensors: Mapping[str, Tensor], aliases: Mapping[str, str], path: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of a module and its aliases, each with a name within the module."""
+    inside, own_aliases = _inside(tensors, path), {}
+    for alias, stored in _inside(aliases, path).items():
+        if _within(stored, path):
+            own_aliases[alias] = stored.removeprefix(f"{path}." if path else "")
+        elif (first := next((name for name, tensor in inside.items() if tensor is tensors[stored]), None)) is not None:
+            own_aliases[alias] = first
+        else:  # tied to a tensor outside the module, under whose name it is stored
+            inside[alias] = tensors[stored]
+    return inside, own_aliases
+
+
+def _enclosing_peft_model(configs: Mapping[str, Mapping[str, Any]], path: str) -> str:
+    """The path of the PEFT model around a module; "" if there is none."""
+    outer = [p for p, config in configs.items() if config.get("kind") == "peft" and p != path and _within(path, p)]
+    return (outer[0] or "the model") if outer else ""
+
+
+def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:
+    """The stem of the model's files, and the path of the module in the model."""
+    match = None if attribute is None else _MODEL.fullmatch(attribute)
+    stems = model_stems(checkpoint.manifest.files)
+    if match and len(stems) > 1 and match[1] in stems:
+        return match[1], match[2] or ""
+    return "model", attribute or ""
+
+
+def _split_adapters(state: Mapping[str, Any], stem: str) -> tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]:
+    """The trained parameters of a model and its configurations by path, as the state names them."""
+    models, number = state.get("models"), int(stem.partition("_")[2] or 0)
+    about = models[number] if isinstance(models, list) and number < len(models) else {}
+    trained, configs = (_mapping(_mapping(about).get(key)) for key in ("trained", "configs"))
+    return trained, {path: config for path, config in configs.items() if isinstance(config, Mapping)}
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _within(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _unknown(attribute: str, path: str, names: list[str], configs: Mapping[str, Any]) -> str:
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
+    tops = [*sorted({name.partition(".")[0] for name in names if "." in name}), *(p for p in configs if "." in p)]
+    every = {".".join(module.split(".")[: depth + 1]) for module in modules for depth in range(module.count(".") + 1)}
+    hint = nearest(path, tops) or nearest(path, sorted(every - {""}))
+    is_tensor = " It is a parameter or buffer; expected a module." if path in names else ""
+    return (
+        f"The model has no module {attribute!r}.{is_tensor}{hint} Modules: {', '.join(tops) or 'none'}, and their submodules."
+    )
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -250,15 +383,15 @@ def _plain(module: ExportedModule) -> dict[str, ExportFolder]:
 
 
 def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
-    own = module.configs.get("", {})
-    if own.get("kind") != "transformers":
+    module_config = module.configs.get("", {})
+    if module_config.get("kind") != "transformers":
         raise ConfigurationError(_wrong_module("a transformers model", "transformers", module))
     if module.peft_parent:
         raise ConfigurationError(
             f"Expected a whole model, got the base model inside a PEFT model ({module.peft_parent}), which contains adapters. "
             "Fix: export the PEFT model with --format peft, or merge the adapters in Python first: model.merge_and_unload()"
         )
-    if own.get("adapters"):
+    if module_config.get("adapters"):
         raise ConfigurationError(
             "The model has PEFT adapters, which the transformers format does not support. Fix: --format peft, or merge them "
             "into the weights in Python first: PeftModel.merge_and_unload()"
@@ -269,14 +402,14 @@ def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
             f"{_some(module.missing_frozen)}), and transformers would initialize them at random. Fix: use --format safetensors "
             "to export the trained ones, or ModelCheckpoint(save='all') to save all"
         )
-    config = own.get("config")
+    config = module_config.get("config")
     tensors = dict(module.tensors)
     # transformers ties the tensors that the class names; other tied tensors are written once for each name
     tied = _ties_of_class(config) if module.aliases else {}
     for alias, stored in module.aliases.items():
         if alias not in tied or tied[alias] != tied.get(stored):
             tensors[alias] = module.tensors[stored]
-    files = {"config.json": config, "generation_config.json": own.get("generation_config")}
+    files = {"config.json": config, "generation_config.json": module_config.get("generation_config")}
     return {"": ExportFolder(tensors, attachments={name: _json(c) for name, c in files.items() if isinstance(c, Mapping)})}
 
 

@@ -24,9 +24,9 @@ from torch.optim import Optimizer, lr_scheduler
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import check_target, commit
 from trainkit.checkpoint.urls import remote_sync
-from trainkit.cli.checkpoint.read_foreign import MALFORMED, Foreign, malformed_error, read_foreign
+from trainkit.cli.checkpoint.read_foreign import MALFORMED, Foreign, format_error, read_foreign
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.paths import local_path
 from trainkit.precision import Precision
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
         foreign, taken = import_checkpoint(
             args.old, args.new, prefix=args.prefix, names=names, optimizer=args.optimizer, scheduler=args.scheduler
         )
-    tensors = [tensor for own in taken.tensors.values() for tensor in own.values()]
+    tensors = [tensor for by_name in taken.tensors.values() for tensor in by_name.values()]
     print_lines(f"Wrote {args.new}: a checkpoint of {foreign.program}, {bytes_text(sum(t.nbytes for t in tensors))}")
     print_lines(*(f"  {line}" for line in _summary(foreign, taken)))
     print_lines(*(f"  not imported: {text}" for text in foreign.omitted))
@@ -115,7 +115,7 @@ def import_checkpoint(
         except TrainkitError:
             raise
         except MALFORMED as error:
-            raise malformed_error(source, error) from error
+            raise format_error(source, error) from error
         commit(CheckpointPlan(content), target)
     remote_sync.finish()
     return foreign, taken
@@ -198,9 +198,9 @@ def _run_state(foreign: Foreign, position: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(foreign: Foreign, taken: CapturedState) -> list[str]:
-    lines = [f"weights: {counted(len(tensors), 'tensor')}" for tensors in foreign.models]
+    lines = [f"weights: {quantity(len(tensors), 'tensor')}" for tensors in foreign.models]
     for described in taken.state["optimizers"]:
-        lines.append(f"optimizer: {described['class']}, {counted(len(described['state']), 'parameter')}")
+        lines.append(f"optimizer: {described['class']}, {quantity(len(described['state']), 'parameter')}")
     if taken.state["optimizers"]:
         lines += [f"scheduler: {described['class']}" for described in taken.state["schedulers"]]
         lines += ["loss scaler"] if taken.state["scaler"] else []
@@ -321,10 +321,12 @@ def _add_optimizer(
 
 def _placeholder(tensor: Tensor, slots: Mapping[str, Any] | None) -> nn.Parameter:
     """A parameter with the dtype of its slots, because `load_state_dict` casts them to the dtype of the parameter."""
-    own = [
+    kinds = [
         slot.dtype for slot in (slots or {}).values() if isinstance(slot, Tensor) and slot.shape == tensor.shape and slot.ndim
     ]
-    return nn.Parameter(tensor.to(own[0]) if own else tensor, requires_grad=(tensor.is_floating_point() or tensor.is_complex()))
+    return nn.Parameter(
+        tensor.to(kinds[0]) if kinds else tensor, requires_grad=(tensor.is_floating_point() or tensor.is_complex())
+    )
 
 
 def _order(foreign: Foreign, state: Mapping[str, Any], names: Sequence[str] | None) -> list[str]:
@@ -336,8 +338,8 @@ def _order(foreign: Foreign, state: Mapping[str, Any], names: Sequence[str] | No
     model, groups = foreign.models[0], state["param_groups"]
     saved = [name for group in groups for name in group.get("param_names") or ()]
     sizes = [len(group["params"]) for group in groups]
-    given = saved or _parameter_names(foreign, names, sum(sizes))
-    orders = _orders(given, model, sizes, split=foreign.splits_groups and not saved)
+    listed = saved or _parameter_names(foreign, names, sum(sizes))
+    orders = _orders(listed, model, sizes, split=foreign.splits_groups and not saved)
     fitting = [order for number, order in enumerate(orders) if order not in orders[:number] and _fits(order, model, state)]
     if not fitting:
         raise _UnclearError(
@@ -361,18 +363,18 @@ def _parameter_names(foreign: Foreign, names: Sequence[str] | None, count: int) 
             "its state is numbered, and the files do not hold the order of the parameters. Write their names in a file, one a "
             f"line, and pass it with --names names.txt: {_NAMES_CODE}"
         )
-    given = _parameters_in(model) if names is None else list(names)
-    if unknown := [name for name in given if name not in model]:
+    chosen = _parameters_in(model) if names is None else list(names)
+    if unknown := [name for name in chosen if name not in model]:
         raise ConfigurationError(
             f"--names: the checkpoint has no tensor {unknown[0]!r}; it has {', '.join(list(model)[:5])}, … Write the names "
             f"of the parameters of the same model: {_NAMES_CODE}"
         )
-    if len(given) != count:
+    if len(chosen) != count:
         raise _UnclearError(
-            f"it has {counted(count, 'parameter')}, and the model {len(given)}. Write the names of those that it has in a "
+            f"it has {quantity(count, 'parameter')}, and the model {len(chosen)}. Write the names of those that it has in a "
             "file, one a line, and pass it with --names names.txt"
         )
-    return given
+    return chosen
 
 
 def _parameters_in(model: Mapping[str, Tensor]) -> list[str]:
@@ -391,12 +393,12 @@ def _orders(names: list[str], model: Mapping[str, Tensor], sizes: list[int], spl
     """
     if len(sizes) == 1 or not split:
         return [names]
-    found = []
+    orders = []
     for bare in ([n for n in names if _WITHOUT_DECAY.search(n)], [n for n in names if "bias" in n or model[n].ndim < 2]):
         decayed = [name for name in names if name not in bare]
         if sizes == [len(decayed), len(bare)]:
-            found.append(decayed + bare)
-    return found
+            orders.append(decayed + bare)
+    return orders
 
 
 def _fits(order: Sequence[str], model: Mapping[str, Tensor], state: Mapping[str, Any]) -> bool:
@@ -423,9 +425,9 @@ def _optimizer_class(kind: str | None, state: Mapping[str, Any]) -> Any:
         if not isinstance(made, type) or not issubclass(made, Optimizer) or name == "Optimizer":
             continue
         make: Any = made
-        own = make([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
-        decoupled = "decoupled_weight_decay"  # which distinguishes AdamW from Adam
-        if options == set(own) - {"params"} and own.get(decoupled) == state["param_groups"][0].get(decoupled):
+        defaults = make([nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+        decoupled = "decoupled_weight_decay"  # This option distinguishes AdamW from Adam.
+        if options == set(defaults) - {"params"} and defaults.get(decoupled) == state["param_groups"][0].get(decoupled):
             fitting.append(made)
     if len(fitting) == 1:
         return fitting[0]
@@ -456,8 +458,8 @@ def _scheduler(kind: str, state: Mapping[str, Any]) -> dict[str, Any]:
         )
     scheduler: Any = object.__new__(made)
     vars(scheduler).update({**state, "lr_lambdas": [_no_code for _ in state["lr_lambdas"]]} if "lr_lambdas" in state else state)
-    found = capture_scheduler(scheduler)
-    return {**found, "opt_called": True}
+    captured = capture_scheduler(scheduler)
+    return {**captured, "opt_called": True}
 
 
 def _no_code(step: int) -> float:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, folders_below, list_checkpoints
 from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
@@ -33,15 +34,16 @@ _RUN_SHOWN = 8  # characters of the run's id
 
 def run(args: argparse.Namespace) -> int:
     """Print the table, or JSON. A damaged checkpoint is listed with its problem."""
-    found = checkpoints_at(folder := local_path(args.folder, "FOLDER"))
+    folder = local_path(args.folder, "FOLDER")
+    checkpoints = checkpoints_at(folder)
     if args.json:
-        print(as_json([_describe(one) for one in found]))
-    elif not found:
+        print(as_json([_describe(one) for one in checkpoints]))
+    elif not checkpoints:
         print_lines(f"{args.folder} contains no checkpoints.")
     else:
-        several = len({one.path.parent for one in found}) > 1
-        names = [str(one.path.relative_to(folder)) if several else one.path.name for one in found]
-        print_lines(*table(_HEADER, map(_row, found, names), right="STEP EPOCHS SIZE"))
+        has_folders = len({one.path.parent for one in checkpoints}) > 1
+        names = [str(one.path.relative_to(folder)) if has_folders else one.path.name for one in checkpoints]
+        print_lines(*table(_HEADER, map(_row, checkpoints, names), right="STEP EPOCHS SIZE"))
     return 0
 
 
@@ -60,8 +62,8 @@ def checkpoints_at(path: Path) -> list[ListedCheckpoint]:
             f"Expected a folder of checkpoints, got {str(path)!r}, which {'is a file' if path.exists() else 'does not exist'}. "
             "Fix: pass the folder that the run saved to: trainkit checkpoint ls <default_root_dir>"
         )
-    found = list_checkpoints(path) or candidates(*folders_below(path))
-    return sorted(found, key=lambda one: one.problem is not None)
+    checkpoints = list_checkpoints(path) or candidates(*folders_below(path))
+    return sorted(checkpoints, key=lambda one: one.problem is not None)
 
 
 def _row(one: ListedCheckpoint, name: str) -> tuple[str, ...]:
@@ -84,15 +86,15 @@ def _describe(one: ListedCheckpoint) -> dict[str, Any]:
 def run_verify(args: argparse.Namespace) -> int:
     """Print one line for each checkpoint; 1 if one of them is damaged."""
     paths: list[Path] = []
-    for given in (local_path(path, "PATH") for path in args.paths):
-        remote_sync.fetch(given)
-        found = [one.path for one in checkpoints_at(given)]
-        if not found:
+    for place in (local_path(path, "PATH") for path in args.paths):
+        remote_sync.fetch(place)
+        checkpoints = [one.path for one in checkpoints_at(place)]
+        if not checkpoints:
             raise CheckpointNotFoundError(
-                f"Expected a checkpoint or a folder of checkpoints, got {str(given)!r}, which contains none. "
+                f"Expected a checkpoint or a folder of checkpoints, got {str(place)!r}, which contains none. "
                 "Fix: pass the folder that the run saved to: trainkit checkpoint verify <default_root_dir>"
             )
-        paths += [path for path in found if path not in paths]
+        paths += [path for path in checkpoints if path not in paths]
     bad = 0
     for path in paths:
         problem, size = verify(path)
@@ -100,8 +102,10 @@ def run_verify(args: argparse.Namespace) -> int:
         if problem is not None:
             print_lines(f"BAD   {path}: {on_one_line(problem, path)}")
         else:
-            mark = "" if good_text(inspect_checkpoint(path)[0]) == "good" else ", its parameters are not finite"
-            print_lines(f"good  {path}  ({bytes_text(size)}){mark}")
+            manifest = inspect_checkpoint(path)[0]
+            mark = "" if good_text(manifest) == "good" else ", its parameters are not finite"
+            checked = "?" if manifest is None else CHECKSUMS[manifest.checksum].title
+            print_lines(f"good  {path}  ({bytes_text(size)}, {checked}){mark}")
     return 1 if bad else 0
 
 

@@ -18,7 +18,7 @@ from trainkit.checkpoint.plain_files import load, read_tensors
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, TrainkitError
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
-__all__ = ["MALFORMED", "Foreign", "malformed_error", "read_foreign"]
+__all__ = ["MALFORMED", "Foreign", "format_error", "read_foreign"]
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError, OSError)
 """What a file causes that does not have the form of its program; a `RecursionError` is a `RuntimeError`."""
@@ -90,10 +90,10 @@ def read_foreign(path: Path, scratch: Path) -> Foreign:
     except TrainkitError:
         raise
     except MALFORMED as error:
-        raise malformed_error(path, error) from error
+        raise format_error(path, error) from error
 
 
-def malformed_error(path: Path, error: Exception) -> CorruptCheckpointError:
+def format_error(path: Path, error: Exception) -> CorruptCheckpointError:
     """The error for a file that does not have the form of its program."""
     return CorruptCheckpointError(
         f"{path} is malformed: {type(error).__name__}: {error!s:.200}. Expected what the program writes whose format it has. "
@@ -121,7 +121,8 @@ class _Files:
     """Reads files of `torch.save` through `restricted_load`, which runs in a process of its own."""
 
     def __init__(self, scratch: Path) -> None:
-        self._scratch, self._count = scratch, 0
+        self._scratch = scratch
+        self._count = 0
 
     def read(self, paths: list[Path], omitted: list[str]) -> list[Any]:
         """The value in each file; adds what is not read to `omitted`."""
@@ -152,12 +153,12 @@ class _Files:
             )
         values = []
         for path, target in zip(paths, targets, strict=True):
-            found = load(target)
-            omitted += [f"{path.name}: {one}, a class that is not read" for one in found["omitted"]]
-            if found["calls"]:
-                called = ", ".join(found["calls"][:5])
+            content = load(target)
+            omitted += [f"{path.name}: {one}, a class that is not read" for one in content["omitted"]]
+            if content["calls"]:
+                called = ", ".join(content["calls"][:5])
                 omitted.append(f"{path.name}: it tries to run code: it calls {called} when pickle loads it, which was not done")
-            values.append(found["value"])
+            values.append(content["value"])
         return values
 
 
@@ -179,12 +180,12 @@ def _file(path: Path, files: _Files) -> Foreign:
             f"{path} holds no tensors by name; expected the state dict of a model, alone or as one of "
             f"{', '.join(_WEIGHT_KEYS)}. Save it: torch.save(model.state_dict(), 'model.pt')"
         )
-    found = Foreign("a file of weights", [tensors], ordered=True, omitted=omitted)
+    foreign = Foreign("a file of weights", [tensors], ordered=True, omitted=omitted)
     if at is not None:
-        beside = [key for key in _OPTIMIZER_KEYS if _is_torch_form(value.get(key))][:1]
-        found.optimizers = [value[key] for key in beside]
-        found.omitted += _unknown(value, {at, *beside})
-    return found
+        optimizer_keys = [key for key in _OPTIMIZER_KEYS if _is_torch_form(value.get(key))][:1]
+        foreign.optimizers = [value[key] for key in optimizer_keys]
+        foreign.omitted += _unknown(value, {at, *optimizer_keys})
+    return foreign
 
 
 def _tensors_in(value: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -202,7 +203,7 @@ def _is_torch_form(value: Any) -> bool:
 def _lightning(value: Mapping[str, Any], omitted: list[str]) -> Foreign:
     name, scaler = value.get("hparams_name"), [key for key in _SCALER_KEYS if value.get(key)]
     epoch, in_epoch = _epoch_of_lightning(value)
-    found = Foreign(
+    foreign = Foreign(
         f"Lightning {value['pytorch-lightning_version']}",
         [_tensors_in(value["state_dict"])],
         ordered=True,
@@ -216,9 +217,9 @@ def _lightning(value: Mapping[str, Any], omitted: list[str]) -> Foreign:
         hparams_name=None if name in (None, "kwargs") else str(name),
         omitted=omitted,
     )
-    found.omitted += [f"{key}: the state of a callback" for key in value.get("callbacks") or {}]
-    found.omitted += _unknown(value, (*_OF_LIGHTNING, *_SCALER_KEYS))
-    return found
+    foreign.omitted += [f"{key}: the state of a callback" for key in value.get("callbacks") or {}]
+    foreign.omitted += _unknown(value, (*_OF_LIGHTNING, *_SCALER_KEYS))
+    return foreign
 
 
 def _epoch_of_lightning(value: Mapping[str, Any]) -> tuple[int, bool]:
@@ -241,54 +242,55 @@ def _safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _accelerate(path: Path, files: _Files) -> Foreign:
-    found = Foreign("Accelerate")
+    foreign = Foreign("Accelerate")
     for stem in _stems(path):
-        found.models.append(_weights(path, stem, files, found))
+        foreign.models.append(_weights(path, stem, files, foreign))
     states = [path / f"optimizer{suffix}.bin" for suffix in _suffixes(path, "optimizer")]
     schedules = [path / f"scheduler{suffix}.bin" for suffix in _suffixes(path, "scheduler")]
     scaler = [path / "scaler.pt"] if (path / "scaler.pt").is_file() else []
-    values = files.read([*states, *schedules, *scaler], found.omitted)
-    found.optimizers, rest = values[: len(states)], values[len(states) :]
-    found.schedulers, found.scaler = rest[: len(schedules)], rest[len(schedules)] if scaler else None
+    values = files.read([*states, *schedules, *scaler], foreign.omitted)
+    foreign.optimizers, rest = values[: len(states)], values[len(states) :]
+    foreign.schedulers, foreign.scaler = rest[: len(schedules)], rest[len(schedules)] if scaler else None
     known = {one.name for one in (*states, *schedules, *scaler)}
-    found.omitted += [
+    foreign.omitted += [
         f"{name}: {'random numbers' if name.startswith('random_states') else 'its format is not read'}"
         for name in sorted(os.listdir(path))
         if name not in known and not name.startswith(("model", "pytorch_model"))
     ]
-    return found
+    return foreign
 
 
 def _of_trainer(path: Path, files: _Files) -> Foreign:
     progress = _json_in(path / "trainer_state.json")
     epoch = float(progress.get("epoch") or 0.0)
     complete = math.floor(epoch + 1e-9)
-    found = Foreign("Hugging Face's Trainer", step=int(progress["global_step"]), epoch=complete)
-    found.in_epoch, found.splits_groups = epoch - complete > 1e-9, True
+    foreign = Foreign("Hugging Face's Trainer", step=int(progress["global_step"]), epoch=complete)
+    foreign.in_epoch = epoch - complete > 1e-9
+    foreign.splits_groups = True
     stem = next(iter(_stems(path)), None)
     if stem is None:
         raise ConfigurationError(
             f"{path} has no model.safetensors and no pytorch_model.bin, so its weights cannot be imported. Of a PEFT "
             "model, merge the adapters first: model.merge_and_unload().save_pretrained('merged')"
         )
-    found.models = [_weights(path, stem, files, found)]
+    foreign.models = [_weights(path, stem, files, foreign)]
     parts = [path / name for name in ("optimizer.pt", "scheduler.pt", "scaler.pt") if (path / name).is_file()]
-    for part, value in zip(parts, files.read(parts, found.omitted), strict=True):
+    for part, value in zip(parts, files.read(parts, foreign.omitted), strict=True):
         if part.stem == "optimizer":
-            found.optimizers = [value]
+            foreign.optimizers = [value]
         elif part.stem == "scheduler":
-            found.schedulers = [value]
+            foreign.schedulers = [value]
         else:
-            found.scaler = value
+            foreign.scaler = value
     for name in ("rng_state.pth", "training_args.bin"):
         if (path / name).is_file():
-            found.omitted.append(f"{name}: {'random numbers' if name.startswith('rng') else 'the arguments of the Trainer'}")
-    return found
+            foreign.omitted.append(f"{name}: {'random numbers' if name.startswith('rng') else 'the arguments of the Trainer'}")
+    return foreign
 
 
 def _universal(path: Path, files: _Files) -> Foreign:
     """A folder of DeepSpeed's `ds_to_universal`: for each parameter a folder with its master weight and its slots."""
-    found = Foreign(_UNIVERSAL, ordered=True)
+    foreign = Foreign(_UNIVERSAL, ordered=True)
     shared = [path / "mp_rank_00_model_states.pt", path / "zero" / "optimizer_state.pt"]
     parts = sorted((path / "zero").glob("*/*.pt"))
     if not parts or not all(part.is_file() for part in shared) or (path / "mp_rank_01_model_states.pt").exists():
@@ -296,18 +298,21 @@ def _universal(path: Path, files: _Files) -> Foreign:
             f"{path} is not a universal checkpoint of DeepSpeed without tensor parallelism. Expected {shared[0].name} and "
             "a folder zero with a folder for each parameter. Run ds_to_universal again."
         )
-    states, options, *values = files.read([*shared, *parts], found.omitted)
+    states, options, *values = files.read([*shared, *parts], foreign.omitted)
     slots = _slots_of(parts, values)
     groups = [list(shapes) for shapes in states["param_shapes"]]
     order = [name for names in groups for name in names]
     buffers = {name: states["module"][name] for name in states["buffer_names"] if name in states["module"]}
-    found.models, found.step = [{**{name: slots[name].pop("fp32") for name in order}, **buffers}], int(states["global_steps"])
+    foreign.models, foreign.step = (
+        [{**{name: slots[name].pop("fp32") for name in order}, **buffers}],
+        int(states["global_steps"]),
+    )
     numbers, listed = iter(range(len(order))), []
     for names, saved in zip(groups, options["param_groups"], strict=True):
         listed.append({**saved, "params": [next(numbers) for _ in names], "param_names": names})
-    found.optimizers = [{"state": {number: slots[name] for number, name in enumerate(order)}, "param_groups": listed}]
-    found.schedulers = [states["lr_scheduler"]] if states.get("lr_scheduler") else []
-    return found
+    foreign.optimizers = [{"state": {number: slots[name] for number, name in enumerate(order)}, "param_groups": listed}]
+    foreign.schedulers = [states["lr_scheduler"]] if states.get("lr_scheduler") else []
+    return foreign
 
 
 def _slots_of(parts: list[Path], values: list[Any]) -> dict[str, dict[str, Any]]:
@@ -339,7 +344,7 @@ def _suffixes(path: Path, stem: str) -> list[str]:
     return [suffix for suffix in suffixes if (path / f"{stem}{suffix}.bin").is_file()]
 
 
-def _weights(path: Path, name: str, files: _Files, found: Foreign) -> dict[str, Tensor]:
+def _weights(path: Path, name: str, files: _Files, foreign: Foreign) -> dict[str, Tensor]:
     """The tensors of one file, or of several with an index."""
     parts = [path / name]
     if not parts[0].is_file():
@@ -351,8 +356,8 @@ def _weights(path: Path, name: str, files: _Files, found: Foreign) -> dict[str, 
             )
         parts = [path / part for part in found_in]
     if name.endswith(".bin"):
-        values = files.read(parts, found.omitted)
-        found.ordered = len(parts) == 1
+        values = files.read(parts, foreign.omitted)
+        foreign.ordered = len(parts) == 1
     else:
         values = [_safetensors(part) for part in parts]
     return {key: tensor for value in values for key, tensor in value.items() if isinstance(tensor, Tensor)}

@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> int:
 
 def _end_with_the_caller() -> None:
     """Wait until the process that started this one closes the pipe, or is killed."""
-    while os.read(0, 4096):  # not sys.stdin, whose lock would be held at the end of the interpreter
+    while os.read(0, 4096):  # The lock of sys.stdin would be held at the end of the interpreter.
         pass
     os._exit(1)
 
@@ -83,8 +83,8 @@ def _convert(source: Path, target: Path) -> None:
     free = shutil.disk_usage(target.parent).free
     if 2 * walk.size > free:  # once here, and once in the checkpoint
         raise ValueError(f"its tensors need {2 * walk.size:,} bytes in {target.parent}, which has {free:,} free")
-    found = {"value": None if plain is _OMITTED else plain, "omitted": omitted, "calls": calls}
-    write_object(target, found)
+    content = {"value": None if plain is _OMITTED else plain, "omitted": omitted, "calls": calls}
+    write_object(target, content)
 
 
 def _check_zip(source: Path) -> None:
@@ -138,8 +138,10 @@ def _is_call(name: str) -> bool:
 def _shorten(text: str) -> str:
     """The line of torch's long messages that says what is wrong."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = (line for line in lines if line.startswith(("WeightsUnpickler error", "Trying to load unsupported", "Unsupported")))
-    return next(told, lines[0] if lines else "")
+    causes = (
+        line for line in lines if line.startswith(("WeightsUnpickler error", "Trying to load unsupported", "Unsupported"))
+    )
+    return next(causes, lines[0] if lines else "")
 
 
 def _load(source: str) -> tuple[Any, list[str]]:
@@ -164,7 +166,8 @@ class _Walk:
     """
 
     def __init__(self, omitted: list[str]) -> None:
-        self._omitted, self._visited = omitted, 0
+        self._omitted = omitted
+        self._visited = 0
         self._places: set[Any] = set()
         self.size = 0
 
@@ -203,8 +206,8 @@ class _Walk:
         if isinstance(value, Mapping):
             items = {key: self.plain_of(item, f"{where}.{key!s:.80}".lstrip("."), depth + 1) for key, item in value.items()}
             return {key: item for key, item in items.items() if item is not _OMITTED and type(key) in _PLAIN}
-        found = [self.plain_of(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]
-        kept = [item for item in found if item is not _OMITTED]
+        plain = [self.plain_of(item, f"{where}[{n}]", depth + 1) for n, item in enumerate(value)]
+        kept = [item for item in plain if item is not _OMITTED]
         return kept if isinstance(value, list) else tuple(kept)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.cli.checkpoint.text import (
@@ -21,7 +22,7 @@ from trainkit.cli.checkpoint.text import (
     table,
     tensor_headers,
 )
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.state.callback_state import readable_key
 
 __all__ = ["groups_of", "run"]
@@ -29,7 +30,7 @@ __all__ = ["groups_of", "run"]
 _FIRST = ("lr", "weight_decay", "momentum", "betas")  # options to show first
 _INDENT = "  "
 _MANY = 20  # items of a list to show
-_Headers = Mapping[str, Mapping[str, TensorHeader]]  # by stem and name
+_Headers = Mapping[str, Mapping[str, TensorHeader]]  # Stem → name → header.
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,10 +43,11 @@ def run(args: argparse.Namespace) -> int:
         return 0
     print_lines(*_about(checkpoint.path, checkpoint.manifest), "", *_files(checkpoint.manifest, headers))
     print_lines("", *_parts(headers), *_optimizers(state))
-    if isinstance(values := state.get("hyper_parameters"), Mapping) and values:
+    values = state.get("hyper_parameters")
+    if isinstance(values, Mapping) and values:
         print_lines("hyper-parameters", *_tree(values, _INDENT))
     if args.tensors:
-        every = [(stem, name, header) for stem, own in headers.items() for name, header in own.items()]
+        every = [(stem, name, header) for stem, tensors in headers.items() for name, header in tensors.items()]
         rows = [(stem, name, header.dtype, str(list(header.shape))) for stem, name, header in every]
         print_lines("", *table(("OF", "TENSOR", "DTYPE", "SHAPE"), rows))
         for stem, names in checkpoint.manifest.aliases.items():
@@ -70,23 +72,25 @@ def groups_of(state: Mapping[str, Any]) -> Iterator[tuple[int, str, int, list[st
 def _headers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorHeader]]:
     """Stem → name → header."""
     files = sorted(name for name in checkpoint.manifest.files if name.endswith(".safetensors"))
-    found: dict[str, dict[str, TensorHeader]] = {}
+    by_stem: dict[str, dict[str, TensorHeader]] = {}
     for stem in checkpoint.stems:
-        own = [name for name in files if name == f"{stem}.safetensors" or name.startswith(f"{stem}-")]
-        found[stem] = {key: header for name in own for key, header in tensor_headers(checkpoint.path / name).items()}
-    return {stem: own for stem, own in found.items() if own or stem != "state"}
+        stem_files = [name for name in files if name == f"{stem}.safetensors" or name.startswith(f"{stem}-")]
+        by_stem[stem] = {key: header for name in stem_files for key, header in tensor_headers(checkpoint.path / name).items()}
+    return {stem: stem_files for stem, stem_files in by_stem.items() if stem_files or stem != "state"}
 
 
 def _describe(checkpoint: Checkpoint, headers: _Headers, state: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     value: dict[str, Any] = {"path": str(checkpoint.path), **about_manifest(checkpoint.manifest)}
-    value["parts"] = {stem: _count(own) for stem, own in headers.items()}
+    value["parts"] = {stem: _count(tensors) for stem, tensors in headers.items()}
     value["groups"] = [
         {"optimizer": index, "class": kind, "group": number, "parameters": parameters, "options": options}
         for index, kind, number, parameters, options in groups_of(state)
     ]
     value["hyper_parameters"] = state.get("hyper_parameters", {})
     if args.tensors:
-        value["tensors"] = {stem: {name: header._asdict() for name, header in own.items()} for stem, own in headers.items()}
+        value["tensors"] = {
+            stem: {name: header._asdict() for name, header in tensors.items()} for stem, tensors in headers.items()
+        }
     if args.state:
         value["state"] = state
     return value
@@ -100,7 +104,7 @@ def _about(path: Path, manifest: Manifest) -> list[str]:
     metrics = ", ".join(f"{name}={value:.6g}" for name, value in manifest.metrics.items())
     saved_by = "the user" if manifest.saved_by is None else readable_key(manifest.saved_by)
     values = {
-        "step": f"{manifest.step}, {counted(manifest.epoch, 'epoch')} complete",
+        "step": f"{manifest.step}, {quantity(manifest.epoch, 'epoch')} complete",
         "position": short(manifest.position),
         "run": f"{manifest.run_id}, save {manifest.save_counter}",
         "saved": f"{manifest.saved_at} by {saved_by}, trainkit {manifest.trainkit_version}",
@@ -115,18 +119,19 @@ def _about(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _files(manifest: Manifest, headers: _Headers) -> list[str]:
-    counts = Counter(header.file for own in headers.values() for header in own.values())
+    counts = Counter(header.file for tensors in headers.values() for header in tensors.values())
     rows = [
-        (name, bytes_text(entry.size), counted(counts[name], "tensor") if name in counts else "", entry.sha256[:16] + "…")
+        (name, bytes_text(entry.size), quantity(counts[name], "tensor") if name in counts else "", entry.digest[:16] + "…")
         for name, entry in sorted(manifest.files.items())
     ]
+    title = CHECKSUMS[manifest.checksum].title
     total = bytes_text(sum(entry.size for entry in manifest.files.values()))
-    return [*table(("FILE", "SIZE", "CONTAINS", "SHA-256"), rows, right="SIZE"), f"{counted(len(rows), 'file')}, {total}"]
+    return [*table(("FILE", "SIZE", "CONTAINS", title), rows, right="SIZE"), f"{quantity(len(rows), 'file')}, {total}"]
 
 
 def _parts(headers: _Headers) -> list[str]:
-    counts = ((stem, _count(own)) for stem, own in headers.items())
-    return [f"{stem}: {counted(n['tensors'], 'tensor')}, {counted(n['elements'], 'element')}" for stem, n in counts]
+    counts = ((stem, _count(tensors)) for stem, tensors in headers.items())
+    return [f"{stem}: {quantity(n['tensors'], 'tensor')}, {quantity(n['elements'], 'element')}" for stem, n in counts]
 
 
 def _optimizers(state: Mapping[str, Any]) -> list[str]:
@@ -134,7 +139,7 @@ def _optimizers(state: Mapping[str, Any]) -> list[str]:
     for index, kind, number, parameters, options in groups_of(state):
         names = sorted(options, key=lambda name: _FIRST.index(name) if name in _FIRST else len(_FIRST))
         shown = ", ".join(f"{name}={short(options[name])}" for name in names)
-        lines.append(f"optimizer {index} ({kind}) group {number}: {counted(len(parameters), 'parameter')}, {shown}")
+        lines.append(f"optimizer {index} ({kind}) group {number}: {quantity(len(parameters), 'parameter')}, {shown}")
     return lines
 
 

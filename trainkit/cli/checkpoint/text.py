@@ -20,7 +20,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.errors import CorruptCheckpointError
-from trainkit.masking import escaped
+from trainkit.masking import escape_controls
 
 __all__ = [
     "TensorHeader",
@@ -43,7 +43,7 @@ _FEW = 8  # a tensor with more elements is shown without values
 def print_lines(*lines: str) -> None:
     """Print lines, with unprintable characters escaped."""
     for line in lines:
-        print(escaped(line, keep=""))
+        print(escape_controls(line, keep=""))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "") -> list[str]:
@@ -54,7 +54,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], right: str = "")
         rows: The cells.
         right: The titles of right-aligned columns, separated by spaces.
     """
-    cells = [list(header), *([escaped(cell, keep="") for cell in row] for row in rows)]
+    cells = [list(header), *([escape_controls(cell, keep="") for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     sides = [">" if title in right.split() else "<" for title in header]
     return [
@@ -95,7 +95,7 @@ def good_text(manifest: Manifest | None) -> str:
 def about_manifest(manifest: Manifest) -> dict[str, Any]:
     """The manifest as plain values for `as_json`, with the total bytes under `size`."""
     values = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
-    values["files"] = {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in manifest.files.items()}
+    values["files"] = {name: {"size": entry.size, manifest.checksum: entry.digest} for name, entry in manifest.files.items()}
     return {**values, "size": sum(entry.size for entry in manifest.files.values())}
 
 

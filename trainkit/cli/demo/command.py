@@ -16,7 +16,7 @@ from torch import Tensor
 from trainkit.cli.demo.corpus import SourceCode, bigram_bits, unigram_bits
 from trainkit.cli.demo.gpt import ByteGPT
 from trainkit.cli.plot import draw
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.errors import ConfigurationError, missing_package
 from trainkit.loggers.base import is_installed
 from trainkit.loggers.csv_logs import CSVLogger
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         result = train(size, args.seed, root, args.max_steps)
     except KeyboardInterrupt:
-        folder = _unfinished_folder(root, size, args.seed, args.max_steps or size.max_steps)
+        folder = _run_folder(root, size, args.seed, args.max_steps or size.max_steps)
         saved = f"To continue, run the same command again; to start over, first remove {folder}."
         raise KeyboardInterrupt(f"stopped. {saved if _has_checkpoints(folder) else 'Nothing was saved yet.'}") from None
     report(result, time.monotonic() - start)
@@ -130,11 +130,11 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     data.setup("fit")
     model = ByteGPT(width=size.width, depth=size.depth, heads=size.heads, context=size.context)
     stopping = load_callback("early_stopping")(monitor="val_loss", patience=3)
-    csv, unfinished = CSVLogger(), _unfinished_folder(root, size, seed, max_steps)
+    csv, unfinished = CSVLogger(), _run_folder(root, size, seed, max_steps)
     saving = load_callback("model_checkpoint")(dirpath=unfinished, every_n_train_steps=max(max_steps // size.checks, 1))
     trainer = Trainer(
         max_steps=max_steps,
-        limit_train_batches=max_steps,  # one short epoch, so that the progress bar ends where the run does
+        limit_train_batches=max_steps,  # With one short epoch, the progress bar ends where the run does.
         val_every_n_steps=max(max_steps // size.checks, 1),
         log_every_n_steps=10,
         gradient_clip_val=1.0,
@@ -174,7 +174,7 @@ def train(size: Size, seed: int, root: Path, max_steps: int | None = None) -> Re
     return result
 
 
-def _unfinished_folder(root: Path, size: Size, seed: int, max_steps: int) -> Path:
+def _run_folder(root: Path, size: Size, seed: int, max_steps: int) -> Path:
     """The folder of the checkpoints of an incomplete run with these arguments."""
     return root / "unfinished" / f"width-{size.width}-steps-{max_steps}-seed-{seed}"
 
@@ -192,7 +192,7 @@ def _introduce(data: SourceCode, model: ByteGPT, max_steps: int) -> None:
     corpus = data.corpus
     parameters = sum(p.numel() for p in model.parameters())
     print(
-        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {counted(max_steps, 'optimizer step')} "
+        f"A GPT over bytes with {parameters:,} parameters learns to write Python: {quantity(max_steps, 'optimizer step')} "
         f"on Python's own\nstandard library, {len(corpus.train_files)} files ({len(corpus.train) / 1e6:.1f} MB) to train on "
         f"and {len(corpus.val_files)} others to validate on.",
         flush=True,
@@ -203,11 +203,11 @@ def report(result: Result, seconds: float) -> None:
     """Print the sample, the losses, the files and what to do next; `seconds` is the duration of the run."""
     early = ", stopped early because the validation loss no longer fell" if result.stopped_early else ""
     difference = result.bigram - result.val_loss
-    verdict = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
+    comparison = f"{abs(difference):.2f} bits {'better' if difference > 0 else 'worse'} than the bigram baseline"
     folder = result.log_dir
     print(f"\nWhat it writes after {PROMPT.decode()!r}:\n\n{_indent(result.sample)}\n")
-    print(f"{counted(result.steps, 'optimizer step')} in {seconds:.0f} s in total{early}.")
-    print(f"Validation loss     {result.val_loss:.3f} bits per byte, {verdict}")
+    print(f"{quantity(result.steps, 'optimizer step')} in {seconds:.0f} s in total{early}.")
+    print(f"Validation loss     {result.val_loss:.3f} bits per byte, {comparison}")
     print(f"  bigram baseline   {result.bigram:.3f} on the same bytes")
     print(f"  unigram baseline  {result.unigram:.3f} on the same bytes")
     print(f"\nFiles, in {folder}:")

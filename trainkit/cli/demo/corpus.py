@@ -50,13 +50,13 @@ class Corpus(NamedTuple):
 
 def source_files(library: Path) -> Iterator[str]:
     """The relative paths of the `.py` files to use, in the same order on every system."""
-    found = []
+    paths = []
     for folder, folders, names in os.walk(library):
         folders[:] = [name for name in folders if name not in _SKIPPED and not name.startswith("config-")]
         for name in names:
             if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                found.append(Path(folder, name).relative_to(library).as_posix())
-    return iter(sorted(found))
+                paths.append(Path(folder, name).relative_to(library).as_posix())
+    return iter(sorted(paths))
 
 
 def is_validation(path: str, share: float = 0.1) -> bool:

@@ -28,7 +28,7 @@ from trainkit.callback import Callback
 from trainkit.errors import ConfigurationError, TrainkitError, nearest
 from trainkit.masking import HIDDEN, mask_value
 from trainkit.module.data_module import DataModule
-from trainkit.module.hparams import configured
+from trainkit.module.hparams import use_configured_values
 from trainkit.module.train_module import TrainModule
 from trainkit.trainer.trainer import Trainer
 
@@ -44,9 +44,9 @@ __all__ = [
     "ReduceLROnPlateau",
     "TrainkitArgumentParser",
     "class_of",
+    "find_masked_keys",
     "instantiate_class",
     "mask_config",
-    "masked_keys",
     "needs_secrets",
     "readable",
     "report_errors",
@@ -268,14 +268,15 @@ class TrainkitArgumentParser(ArgumentParser):
         """
         for action in self._actions:
             if action.dest == key:
-                action.required, action.default = True, None
+                action.required = True
+                action.default = None
         self.required_by_checkpoint[key] = reason
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         """Print what is wrong, with the nearest name for an unknown one, and exit with code 2."""
         parser = getattr(ex, "subcommand_parser", None) or self
         options = [option for action in parser._actions for option in action.option_strings]
-        message = readable(message, options, _known_classes())
+        message = readable(message, options, _list_class_names())
         message += "".join(f". {text}" for key, text in self.required_by_checkpoint.items() if key in message)
         if MASK in message and ex is not None:  # a type that no mask has, such as the path of a file
             message += f". A saved configuration has {MASK!r} in place of a password or key. Fix: write it into the file"
@@ -305,12 +306,12 @@ class TrainkitArgumentParser(ArgumentParser):
 LightningArgumentParser = TrainkitArgumentParser
 
 
-def class_of(given: Callable[..., Any]) -> Any:
+def class_of(target: Callable[..., Any]) -> Any:
     """A class as it is; a function as a class whose constructor calls it. `None` if it has no return annotation."""
-    if isinstance(given, type):
-        return given
+    if isinstance(target, type):
+        return target
     try:
-        return class_from_function(given)
+        return class_from_function(target)
     except ValueError:
         return None
 
@@ -322,14 +323,14 @@ def _import_named() -> None:
             getattr(package, name)
 
 
-def _known_classes() -> list[str]:
+def _list_class_names() -> list[str]:
     """The names of classes that a command line can name without a path, those of the script too."""
     names = [name for package in map(import_module, _NAMED) for name in package.__all__]
     names += [name for place in (torch.optim, torch.optim.lr_scheduler) for name in dir(place) if name[0].isupper()]
-    own: list[type] = [TrainModule, DataModule, Callback]
-    for kind in own:  # which grows
-        own += kind.__subclasses__()
-    return [*names, *(kind.__name__ for kind in own)]
+    kinds: list[type] = [TrainModule, DataModule, Callback]
+    for kind in kinds:  # The loop appends to this list.
+        kinds += kind.__subclasses__()
+    return [*names, *(kind.__name__ for kind in kinds)]
 
 
 _KEY = re.compile(r'Parser key "(?P<key>[^"]+)"')
@@ -366,7 +367,8 @@ def report_errors(parser: _Parser, kind: type[TrainkitError]) -> Iterator[None]:
     try:
         yield
     except (kind, ValueError) as error:
-        wrong = error if isinstance(error, kind) else error.__cause__  # of the constructor that jsonargparse called
+        # The cause is the error of the constructor that jsonargparse called.
+        wrong = error if isinstance(error, kind) else error.__cause__
         if not isinstance(wrong, kind) or int(os.environ.get("WORLD_SIZE", 1)) > 1:
             raise
         parser.error(str(wrong), wrong)
@@ -380,26 +382,26 @@ def readable(message: str, options: Iterable[str], classes: Iterable[str]) -> st
         options: The options of the parser.
         classes: The names of classes that need no path.
     """
-    key = found["key"] if (found := _KEY.search(message)) else "the argument"
-    if (found := _UNKNOWN_OF_CLASS.search(message)) is not None:
-        path, name = found["path"], found["name"]
+    key = match["key"] if (match := _KEY.search(message)) else "the argument"
+    if (match := _UNKNOWN_OF_CLASS.search(message)) is not None:
+        path, name = match["path"], match["name"]
         known = nearest(name, _arguments_of(path))
         return f"{key}: {path.rpartition('.')[2]} has no argument {name!r}.{known} All of them: --{key}.help={path}"
-    if (found := _REQUIRED.search(message)) is not None:
-        kind, names = found["path"].rpartition(".")[2], found["names"].split(", ")
+    if (match := _REQUIRED.search(message)) is not None:
+        kind, names = match["path"].rpartition(".")[2], match["names"].split(", ")
         rest = " ".join(f"--{key}.{name}=…" for name in names)
         return f"{key}: {kind} has no default for {', '.join(names)}. Fix: --{key}={kind} {rest}"
-    if (found := _UNKNOWN_PATH.search(message)) is not None:
-        module, name = found["module"], found["name"]
+    if (match := _UNKNOWN_PATH.search(message)) is not None:
+        module, name = match["module"], match["name"]
         return f"{key}: There is no class {module}.{name}.{nearest(name, dir(sys.modules.get(module)))}"
-    if (found := _UNKNOWN_CLASS.search(message)) is not None:
-        name = found["name"]
+    if (match := _UNKNOWN_CLASS.search(message)) is not None:
+        name = match["name"]
         return (
             f"{key}: There is no class {name!r}.{nearest(name, classes)} Expected the name of a class of trainkit or torch, "
             "or the path of your own: mypackage.MyClass"
         )
-    if (found := _UNKNOWN.search(message)) is not None:
-        return f"{message}.{nearest(found['name'], options)}"
+    if (match := _UNKNOWN.search(message)) is not None:
+        return f"{message}.{nearest(match['name'], options)}"
     return _NESTED.sub(r"\g<name>=\g<value>", _NESTED_TYPE.sub("", message))
 
 
@@ -436,7 +438,9 @@ class ConfigContext:
     """
 
     def __init__(self, cli: _CommandLine, key: str, saves: bool) -> None:
-        self._cli, self._key, self._saves = cli, key, saves
+        self._cli = cli
+        self._key = key
+        self._saves = saves
 
     def as_instantiator(self, kind: Any, subclasses: bool) -> tuple[Any, type, bool]:
         """What `ArgumentParser.instantiate` accepts.
@@ -462,7 +466,7 @@ class ConfigContext:
         same = all(values.get(name, value) == value for name, value in kwargs.items() if isinstance(value, _PLAIN))
         if not self._saves or not same or path.rpartition(".")[2] != kind.__name__ or not isinstance(kind, type):
             return kind(*args, **kwargs)
-        with configured(kind, path, values):
+        with use_configured_values(kind, path, values):
             return kind(*args, **kwargs)
 
     def _read(self) -> Any:
@@ -493,7 +497,7 @@ def _assign(values: dict[str, Any], name: str, value: Any) -> None:
         values[first] = value
 
 
-MASK = "***masked***"  # not HIDDEN alone, which may be a value of the program
+MASK = "***masked***"  # HIDDEN alone may be a value of the program.
 
 
 def mask_config(config: Namespace) -> Any:
@@ -501,7 +505,7 @@ def mask_config(config: Namespace) -> Any:
     return _mask("", config)
 
 
-def masked_keys(config: Namespace) -> list[str]:
+def find_masked_keys(config: Namespace) -> list[str]:
     """The keys of the values that contain a mask, as on a command line; with an index for an item of a list."""
     return [key for key, text in _texts("", config) if MASK in text]
 

@@ -38,7 +38,7 @@ from trainkit.console import notice
 from trainkit.errors import CheckpointError
 from trainkit.launch.environment import option, options
 from trainkit.module.from_checkpoint import Trust
-from trainkit.module.hparams import configured
+from trainkit.module.hparams import use_configured_values
 from trainkit.paths import local_path
 from trainkit.trainer.resume import WORDS
 
@@ -50,7 +50,7 @@ _LISTS = (list, tuple, set, frozenset)
 _SEQUENCES = {*_LISTS, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection, abc.Set, abc.MutableSet}
 _MAPPINGS = {dict, abc.Mapping, abc.MutableMapping}
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
-_MODES = {"yaml", "json", "toml"}  # of the other modes, jsonnet and OmegaConf evaluate strings
+_MODES = {"yaml", "json", "toml"}  # jsonnet and OmegaConf, which are other modes, evaluate strings.
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _MAPPING_IN_YAML = re.compile(r":(\s|$)")
 _REFUSED: Any = object()
@@ -81,7 +81,8 @@ class SavedArguments:
     """
 
     def __init__(self, parser: ArgumentParser, trust: Trust) -> None:
-        self._parser, self._trust = parser, trust
+        self._parser = parser
+        self._trust = trust
         self._actions = {action.dest: action for action in parser._actions if not action.dest.endswith(".help")}
         self._evaluates = parser.parser_mode not in _MODES
 
@@ -99,7 +100,7 @@ class SavedArguments:
                 result.unknown[name] = value
             elif any(other.startswith(f"{dest}.") for other in self._actions):  # a dataclass: a group of arguments
                 self._sort_group(name, dest, value, result)
-            elif (seen := self._seen(value, dest)) is not _REFUSED:
+            elif (seen := self._convert(value, dest)) is not _REFUSED:
                 result.values[name] = seen
             elif _is_data(value) and _takes_data(value, _kind(self._actions[dest])):
                 result.data[name] = value
@@ -117,8 +118,8 @@ class SavedArguments:
             return _REFUSED
         if not all(isinstance(name, str) and name.isidentifier() for name in others.unknown):
             return _REFUSED
-        found = {"class_path": class_path, "init_args": known.values}
-        return {**found, "dict_kwargs": others.unknown} if others.unknown else found
+        spec = {"class_path": class_path, "init_args": known.values}
+        return {**spec, "dict_kwargs": others.unknown} if others.unknown else spec
 
     def _sort_group(self, name: str, dest: str, value: Any, result: Sorted) -> None:
         if type(value) is not dict or not _SPEC.isdisjoint(value):
@@ -128,7 +129,7 @@ class SavedArguments:
         result.values[name] = inner.values
         result.refused.update({f"{name}.{one}": item for part in inner[1:] for one, item in part.items()})
 
-    def _seen(self, value: Any, dest: str) -> Any:
+    def _convert(self, value: Any, dest: str) -> Any:
         """The value for the parser, or `_REFUSED`."""
         action = self._actions[dest]
         kind = _kind(action)
@@ -148,7 +149,7 @@ class SavedArguments:
             return _by_name(value, kind)
         alternatives = list(_alternatives(kind))
         if type(value) is str:
-            return self._named(value, alternatives)
+            return self._resolve_name(value, alternatives)
         if type(value) is dict:
             return self._mapping(value, alternatives, default)
         lists = [one for one in alternatives if _origin(one) in _SEQUENCES]
@@ -158,16 +159,16 @@ class SavedArguments:
         items = [self._of_type(item, one, lambda: None, opens) for item, one in zip(value, kinds, strict=True)]
         return _REFUSED if any(item is _REFUSED for item in items) else items
 
-    def _named(self, value: str, alternatives: Sequence[Any]) -> Any:
+    def _resolve_name(self, value: str, alternatives: Sequence[Any]) -> Any:
         """What a string names: a dtype of torch, or a class or function that is trusted."""
         if value in _DTYPES and torch.dtype in alternatives:
             return _DTYPES[value]
-        found = self._trust.find(value)
-        if found is None:
+        target = self._trust.find(value)
+        if target is None:
             return _REFUSED
-        if isroutine(found) or any(_origin(one) is type for one in alternatives):
-            return found  # the object itself, so that nothing has to be imported
-        return {"class_path": _path_of(found)}
+        if isroutine(target) or any(_origin(one) is type for one in alternatives):
+            return target  # the object itself, so that nothing has to be imported
+        return {"class_path": _path_of(target)}
 
     def _mapping(self, value: dict[Any, Any], alternatives: Sequence[Any], default: Callable[[], Any]) -> Any:
         if "class_path" in value:
@@ -188,21 +189,21 @@ class SavedArguments:
         path = value["class_path"]
         if isinstance(default, dict) and default.get("class_path") == path:
             return self._spec(value, import_object(path), path)
-        found = self._trust.find(path)
-        return _REFUSED if found is None else self._spec(value, found, _path_of(found))
+        target = self._trust.find(path)
+        return _REFUSED if target is None else self._spec(value, target, _path_of(target))
 
     def _default(self, dest: str) -> Any:
         """The default of an argument as in a configuration file, and so as in a checkpoint; `None` if it has none."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of defaults that have no form in a file
+            warnings.simplefilter("ignore")  # Some defaults have no form in a file.
             try:
                 defaults = self._parser.get_defaults(skip_validation=True)
-                found: Any = yaml.safe_load(self._parser.dump(defaults, skip_validation=True, skip_unset=False, format="yaml"))
+                value: Any = yaml.safe_load(self._parser.dump(defaults, skip_validation=True, skip_unset=False, format="yaml"))
             except (TypeError, ValueError, yaml.YAMLError):
                 return None
         for name in dest.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
 
 def sort_for(kind: Any, saved: Mapping[Any, Any], trust: Trust) -> Sorted:
@@ -224,8 +225,8 @@ def _kind(action: Any) -> Any:
     return getattr(action, "_typehint", None)
 
 
-def _path_of(found: Any) -> str:
-    return f"{found.__module__}.{found.__qualname__}"
+def _path_of(target: Any) -> str:
+    return f"{target.__module__}.{target.__qualname__}"
 
 
 def _origin(kind: Any) -> Any:
@@ -273,7 +274,7 @@ def _is_plain_class(kind: type) -> bool:
             return False
     if issubclass(kind, PathType):
         return not set("us") & set(getattr(kind, "_mode", "u"))  # addresses, which it connects to
-    if kind.__module__.partition(".")[0] == "pydantic":  # its ImportString imports
+    if kind.__module__.partition(".")[0] == "pydantic":  # pydantic's ImportString imports.
         return False
     return issubclass(kind, Enum) or get_registered_type(kind) is not None
 
@@ -316,10 +317,11 @@ def _has_no_class(value: Any) -> bool:
 
 def _of_items(kind: Any, count: int) -> Sequence[Any]:
     """The types of the items of a list, tuple or set of this type."""
-    given = get_args(kind)
-    if _origin(kind) is tuple and Ellipsis not in given:
-        return given if len(given) == count else [Callable] * count  # of another length: the parser says so, or nothing passes
-    return [given[0] if given else Any] * count
+    types = get_args(kind)
+    if _origin(kind) is tuple and Ellipsis not in types:
+        # For another length the parser raises an error, or nothing passes.
+        return types if len(types) == count else [Callable] * count
+    return [types[0] if types else Any] * count
 
 
 def _by_name(value: Any, kind: Any) -> Any:
@@ -384,22 +386,24 @@ def _set_class(
     """Set the class of the module, which is that of the command line or is trusted, and its arguments."""
     kind = class_of(kind)
     in_files = _in_files(arguments)
-    given = option(arguments, "model") or option(arguments, "model.class_path") or in_files.get("class_path")
+    chosen = option(arguments, "model") or option(arguments, "model.class_path") or in_files.get("class_path")
     name = str(class_path).rpartition(".")[2]
-    if given is not None and given.rpartition(".")[2] != name:
+    if chosen is not None and chosen.rpartition(".")[2] != name:
         return  # another class, which has other arguments
-    found = _own_class(kind, given or kind.__name__, name) or trust.find(class_path)
-    if not isclass(found) or not issubclass(found, kind):
+    own_class = _own_class(kind, chosen or kind.__name__, name) or trust.find(class_path)
+    if not isclass(own_class) or not issubclass(own_class, kind):
         parser.error(
             f"the checkpoint of --ckpt_path has a module of the class {class_path!r:.200}, and a checkpoint imports nothing. "
             "Expected the class on the command line: --model=mypackage.MyModule. If you trust the checkpoint, name the package "
             "of the class: --trust mypackage."
         )
-    saved = sort_for(found, values, trust)
+    saved = sort_for(own_class, values, trust)
     for one, value in {**saved.data, **saved.refused}.items():
         if one not in (in_files.get("init_args") or {}) and not _is_given(one, arguments):
             parser.error(f"--model.{one} is required: {_not_followed(one, value)}")
-    parser.set_defaults({"model": _configuration(found, given or f"{found.__module__}.{found.__qualname__}", saved)})
+    parser.set_defaults(
+        {"model": _configuration(own_class, chosen or f"{own_class.__module__}.{own_class.__qualname__}", saved)}
+    )
 
 
 def _is_given(name: str, arguments: Sequence[str]) -> bool:
@@ -418,36 +422,36 @@ def _configuration(kind: type, class_path: str, saved: Sorted) -> dict[str, Any]
     return init
 
 
-def _own_class(kind: Any, given: str, name: str) -> Any:
+def _own_class(kind: Any, value: str, name: str) -> Any:
     """The class of the program with a name or path that the command line gives; `None` if it has another name than `name`."""
-    if given.rpartition(".")[2] != name:
+    if value.rpartition(".")[2] != name:
         return None
-    if "." in given:
+    if "." in value:
         try:
-            return import_object(given)
+            return import_object(value)
         except ImportError:
             return None
     kinds = [kind]
-    for one in kinds:  # which grows
+    for one in kinds:  # The loop appends to this list.
         kinds += one.__subclasses__()
-    return next((one for one in kinds if one.__name__ == given), None)
+    return next((one for one in kinds if one.__name__ == value), None)
 
 
 def _in_files(arguments: Sequence[str]) -> dict[str, Any]:
     """What the configuration files of a command line say of the module."""
-    found: dict[str, Any] = {}
-    for given in [*options(arguments, "config"), *(two for one, two in pairwise(arguments) if one == "-c")]:
+    content_of_model: dict[str, Any] = {}
+    for config in [*options(arguments, "config"), *(two for one, two in pairwise(arguments) if one == "-c")]:
         try:
-            text = Path(given).read_text("utf-8") if Path(given).is_file() else given
+            text = Path(config).read_text("utf-8") if Path(config).is_file() else config
             content = yaml.safe_load(text)
         except (OSError, ValueError, yaml.YAMLError):
             continue  # the parser says what is wrong
         content = content.get(arguments[0], content) if isinstance(content, dict) else {}
         if isinstance(content.get("model"), dict):
-            found.update(content["model"])
+            content_of_model.update(content["model"])
         elif isinstance(content.get("model"), str):
-            found["class_path"] = content["model"]
-    return found
+            content_of_model["class_path"] = content["model"]
+    return content_of_model
 
 
 def _not_followed(name: str, value: Any) -> str:
@@ -480,18 +484,19 @@ def module_from_config(
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, "module", fail_untyped=False)
-    given = SavedArguments(parser, trust).sort("module", {name: one for name, one in saved.items() if name not in overrides})
-    if given.refused:
-        raise _refusal(kind, given.refused, source)
+    kept = {name: one for name, one in saved.items() if name not in overrides}
+    restored = SavedArguments(parser, trust).sort("module", kept)
+    if restored.refused:
+        raise _refusal(kind, restored.refused, source)
     # jsonargparse knows no names for **kwargs that __init__ keeps: `dict_kwargs` of a configuration file
     keeps = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(kind).parameters.values())
     known = {action.dest.split(".")[1] for action in parser._actions if action.dest.startswith("module.")}
-    others = {**given.unknown, **{name: value for name, value in overrides.items() if name not in known}}
-    _do_not_require(parser, given.data)
+    others = {**restored.unknown, **{name: value for name, value in overrides.items() if name not in known}}
+    _do_not_require(parser, restored.data)
     try:
         if others and not keeps:
             raise ArgumentError(None, f"It has no arguments {', '.join(map(repr, others)):.200}")
-        values = {**given.values, **{name: value for name, value in overrides.items() if name in known}}
+        values = {**restored.values, **{name: value for name, value in overrides.items() if name in known}}
         config = parser.parse_object({"module": values})
     except ArgumentError as error:
         raise CheckpointError(
@@ -500,8 +505,8 @@ def module_from_config(
         ) from error
 
     def create(created: type, /, **arguments: Any) -> Any:
-        with configured(kind, class_path, {**saved, **overrides}):
-            return created(**{**without_classes(arguments), **given.data, **others})
+        with use_configured_values(kind, class_path, {**saved, **overrides}):
+            return created(**{**without_classes(arguments), **restored.data, **others})
 
     return parser.instantiate(config, instantiators=[(create, kind, False)]).module
 

@@ -27,9 +27,9 @@ from trainkit.cli.for_scripts.argument_parser import (
     ConfigContext,
     ReduceLROnPlateau,
     TrainkitArgumentParser,
+    find_masked_keys,
     instantiate_class,
     mask_config,
-    masked_keys,
     needs_secrets,
     report_errors,
     with_class_path,
@@ -104,9 +104,12 @@ class SaveConfigCallback(Callback):
         multifile: bool = False,
         save_to_log_dir: bool = True,
     ) -> None:
-        self.parser, self.config = parser, config
+        self.parser = parser
+        self.config = config
         self.config_filename = config_filename
-        self.overwrite, self.multifile, self.save_to_log_dir = overwrite, multifile, save_to_log_dir
+        self.overwrite = overwrite
+        self.multifile = multifile
+        self.save_to_log_dir = save_to_log_dir
         self.already_saved = False
         if not save_to_log_dir and not is_overridden(self, "save_config", SaveConfigCallback):
             raise ConfigurationError(
@@ -171,10 +174,10 @@ class SaveConfigCallback(Callback):
     def _is_saved_in(self, path: Path) -> bool:
         """Whether a file has this configuration; which checkpoint a run starts from makes no difference."""
         try:
-            saved, own = yaml_in(path), yaml.safe_load(self._dump())
+            saved, current = yaml_in(path), yaml.safe_load(self._dump())
         except (TrainkitError, ValueError, yaml.YAMLError):
             return False
-        return isinstance(saved, dict) and {**saved, "ckpt_path": None} == {**own, "ckpt_path": None}
+        return isinstance(saved, dict) and {**saved, "ckpt_path": None} == {**current, "ckpt_path": None}
 
     def _dump(self) -> str:
         return str(self.parser.dump(mask_config(self.config), skip_unset=False, skip_validation=True))
@@ -259,11 +262,15 @@ class TrainkitCLI:
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
-        self.model_class, self.datamodule_class = model_class, datamodule_class
-        self.save_config_callback, self.save_config_kwargs = save_config_callback, save_config_kwargs or {}
-        self.trainer_class, self.trainer_defaults = trainer_class, trainer_defaults or {}
+        self.model_class = model_class
+        self.datamodule_class = datamodule_class
+        self.save_config_callback = save_config_callback
+        self.save_config_kwargs = save_config_kwargs or {}
+        self.trainer_class = trainer_class
+        self.trainer_defaults = trainer_defaults or {}
         self.seed_everything_default = seed_everything_default
-        self.parser_kwargs, self.parser_class = parser_kwargs or {}, parser_class
+        self.parser_kwargs = parser_kwargs or {}
+        self.parser_class = parser_class
         self.subclass_mode_model = model_class is None or subclass_mode_model
         self.subclass_mode_data = datamodule_class is None or subclass_mode_data
         self.auto_configure_optimizers = auto_configure_optimizers
@@ -410,31 +417,32 @@ class TrainkitCLI:
                 f"args={args!r} is used, and the command line {mask_arguments(sys.argv[1:])} is not. Expected one of them: "
                 f"call {type(self).__name__} without args in a script."
             )
-        given = sys.argv[1:] if args is None else args
-        parse: Any = parser.parse_args if isinstance(given, Sequence) else parser.parse_object
-        if isinstance(given, Sequence) and given and given[0] in self._subcommand_parsers:
-            subparser = self._subcommand_parsers[given[0]]
+        arguments = sys.argv[1:] if args is None else args
+        parse: Any = parser.parse_args if isinstance(arguments, Sequence) else parser.parse_object
+        if isinstance(arguments, Sequence) and arguments and arguments[0] in self._subcommand_parsers:
+            subparser = self._subcommand_parsers[arguments[0]]
             with report_errors(subparser, ConfigurationError):
-                checkpoint_defaults(subparser, given, self.model_class or TrainModule, self.subclass_mode_model)
+                checkpoint_defaults(subparser, arguments, self.model_class or TrainModule, self.subclass_mode_model)
             parser.required_by_checkpoint = subparser.required_by_checkpoint
-        self.config = parse(given)
-        self._drop_trust(given)
+        self.config = parse(arguments)
+        self._drop_trust(arguments)
         name = self.config.get("subcommand")
-        if masked := masked_keys(self.config if name is None else self.config[name]):
+        if masked := find_masked_keys(self.config if name is None else self.config[name]):
             parser.error(needs_secrets(masked))
 
-    def _drop_trust(self, given: ArgsType) -> None:
+    def _drop_trust(self, args: ArgsType) -> None:
         """Remove `--trust` from the configuration, which is saved with the run: a file never says what is trusted."""
         name = self.config.get("subcommand")
         trusted = self.config[name].pop("trust", None) if name in self._subcommand_parsers else None
-        if (trusted or []) != (options(given, "trust") if isinstance(given, Sequence) else []):
+        if (trusted or []) != (options(args, "trust") if isinstance(args, Sequence) else []):
             self.parser.error("trust is an option of the command line, and has no effect elsewhere: --trust mypackage.")
 
     def _set_seed(self) -> None:
         seed = self._get(self.config, "seed_everything", default=False)
         if seed is False:
             return
-        default = resolve_seed(None) if seed_was_given(None) else 0  # the same in each process, and when it is run again
+        # It must be the same in each process, and when the program is run again.
+        default = resolve_seed(None) if seed_was_given(None) else 0
         seed = seed_everything(default if seed is True else seed)
         (self.config[self.subcommand] if self.subcommand else self.config)["seed_everything"] = seed
 
@@ -503,11 +511,11 @@ class TrainkitCLI:
         optimizers = [key for key, (_, link) in parser._optimizers.items() if link == AUTOMATIC]
         schedulers = [key for key, (_, link) in parser._lr_schedulers.items() if link == AUTOMATIC]
         self._check_automatic(optimizers, schedulers)
-        optimizer = self._created(parser._optimizers, optimizers[0]) if optimizers else None
-        scheduler = self._created(parser._lr_schedulers, schedulers[0]) if schedulers else None
+        optimizer = self._class_and_args(parser._optimizers, optimizers[0]) if optimizers else None
+        scheduler = self._class_and_args(parser._lr_schedulers, schedulers[0]) if schedulers else None
         if optimizer is None and scheduler is None:
             return
-        own = self.model.configure_optimizers
+        create = self.model.configure_optimizers
         name, has_own = type(self.model).__name__, is_overridden(self.model, "configure_optimizers", TrainModule)
         if optimizer is None and not has_own:
             raise ConfigurationError(
@@ -520,7 +528,9 @@ class TrainkitCLI:
 
         def configure_optimizers(module: TrainModule) -> Any:
             # now that configure_model has run
-            created = _only_optimizer(own(), name) if optimizer is None else instantiate_class(module.parameters(), optimizer)
+            created = (
+                _only_optimizer(create(), name) if optimizer is None else instantiate_class(module.parameters(), optimizer)
+            )
             return configure(module, created, None if scheduler is None else instantiate_class(created, scheduler))
 
         object.__setattr__(self.model, "configure_optimizers", MethodType(configure_optimizers, self.model))
@@ -539,7 +549,7 @@ class TrainkitCLI:
                 f"parser.add_optimizer_args(Adam, {optimizers[-1]!r}, link_to='model.{optimizers[-1]}_init')"
             )
 
-    def _created(self, added: dict[str, tuple[Any, str]], key: str) -> dict[str, Any] | None:
+    def _class_and_args(self, added: dict[str, tuple[Any, str]], key: str) -> dict[str, Any] | None:
         """The class path and arguments of an optimizer or scheduler; `None` if it is not given."""
         kind, values = added[key][0], self._get(self.config_init, key)
         if not isinstance(kind, tuple):
@@ -551,15 +561,15 @@ class TrainkitCLI:
     def _run_subcommand(self, name: str) -> None:
         """Call `before_fit`, the method of the Trainer (or `self.fit`), and `after_fit`, for the subcommand `fit`."""
         getattr(self, f"before_{name}", lambda: None)()
-        given = self._subcommand_method_arguments[name]
-        arguments = {key: value for key, value in self.config_init[name].items() if key in given}
+        names = self._subcommand_method_arguments[name]
+        arguments = {key: value for key, value in self.config_init[name].items() if key in names}
         if self.datamodule is not None:
             arguments["datamodule"] = self.datamodule
         try:
             with report_errors(self._parser(), CheckpointNotFoundError):  # --ckpt_path
                 getattr(self, name, getattr(self.trainer, name))(model=self.model, **arguments)
         except KeyboardInterrupt as interrupt:
-            if "ckpt_path='auto'" in str(interrupt):  # which is Python
+            if "ckpt_path='auto'" in str(interrupt):  # That message shows Python code: name the option, too.
                 interrupt.args = (f"{interrupt} On the command line: --ckpt_path=auto",)
             raise
         getattr(self, f"after_{name}", lambda: None)()
@@ -579,14 +589,14 @@ LightningCLI = TrainkitCLI
 def _only_optimizer(configured: Any, name: str) -> Optimizer:
     """The optimizer that a module's own `configure_optimizers` returned, for the schedule of the command line."""
     returned = {**configured, "monitor": ()} if isinstance(configured, Mapping) else configured
-    found = list(leaves(returned))
-    if len(found) != 1 or not isinstance(found[0], Optimizer):
+    objects = list(leaves(returned))
+    if len(objects) != 1 or not isinstance(objects[0], Optimizer):
         raise ConfigurationError(
             f"--lr_scheduler is for the one optimizer of {name}.configure_optimizers, and expects no other schedule: "
-            f"it returned {', '.join(type(one).__name__ for one in found) or 'none'}. Fix: create all schedules there, and "
+            f"it returned {', '.join(type(one).__name__ for one in objects) or 'none'}. Fix: create all schedules there, and "
             "remove --lr_scheduler; or give an optimizer too: --optimizer=AdamW --optimizer.lr=1e-3"
         )
-    return found[0]
+    return objects[0]
 
 
 def _as_list(callbacks: Any) -> list[Any]:

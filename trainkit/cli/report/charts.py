@@ -13,7 +13,16 @@ from trainkit.cli.report.html import CHART, COLORS, DASHES
 from trainkit.cli.report.run_data import RunData, RunStart, save_time
 from trainkit.loggers.run_files import Series
 
-__all__ = ["Key", "bokeh_script", "embed", "interrupted_starts", "metric_chart", "runs_over_time", "styles_of", "time_chart"]
+__all__ = [
+    "Key",
+    "bokeh_script",
+    "embed",
+    "find_interrupted_starts",
+    "metric_chart",
+    "runs_over_time",
+    "styles_of",
+    "time_chart",
+]
 
 Key = tuple[str, str]
 """(label of a run, name of a metric)."""
@@ -65,7 +74,7 @@ def most_points(lines: int) -> int:
     return max(100, min(_MOST, _MOST_IN_ALL // max(1, lines)))
 
 
-def metric_chart(series: Mapping[Key, Series], styles: Mapping[Key, Style], shared: Any, most: int, several: bool) -> Any:
+def metric_chart(series: Mapping[Key, Series], styles: Mapping[Key, Style], shared: Any, most: int, comparing: bool) -> Any:
     """One panel over the step.
 
     Args:
@@ -73,7 +82,7 @@ def metric_chart(series: Mapping[Key, Series], styles: Mapping[Key, Style], shar
         styles: Their styles.
         shared: The range of the x-axis that all panels share.
         most: Maximum number of points of a line; longer ones are thinned.
-        several: Whether there are several runs, for the names in the tooltip.
+        comparing: Whether there are several runs, for the names in the tooltip.
     """
     from bokeh.models import NumeralTickFormatter
 
@@ -82,7 +91,7 @@ def metric_chart(series: Mapping[Key, Series], styles: Mapping[Key, Style], shar
     for (label, name), points in series.items():
         x, y = thin(points, most)
         style = styles[label, name]
-        shown = f"{label}: {name}" if several else name
+        shown = f"{label}: {name}" if comparing else name
         # A line does not show a point between two gaps, but a marker does.
         if np.isfinite(y).sum() > 1:
             chart.line(x, y, name=shown, line_color=style.color, line_width=1.8, line_dash=style.dash)
@@ -91,7 +100,7 @@ def metric_chart(series: Mapping[Key, Series], styles: Mapping[Key, Style], shar
     return chart
 
 
-def shared_range() -> Any:
+def find_common_range() -> Any:
     """The range of the x-axis that all panels share: zooming one zooms all."""
     from bokeh.models import DataRange1d
 
@@ -108,11 +117,11 @@ def _figure(x_range: Any, x_label: str, tooltips: list[tuple[str, str]], formatt
         x_axis_label=x_label, toolbar_location="right", background_fill_color=None, border_fill_color=None,
         outline_line_color=None, stylesheets=[InlineStyleSheet(css=CHART)],
     )  # fmt: skip
-    chart.toolbar.active_drag = None  # so that a finger on a chart scrolls the page
+    chart.toolbar.active_drag = None  # A finger on a chart scrolls the page instead.
     chart.toolbar.logo = None
     chart.toolbar.autohide = True
     chart.xaxis.ticker.desired_num_ticks = 5
-    chart.xaxis.major_label_policy = NoOverlap(min_distance=8)  # on a phone
+    chart.xaxis.major_label_policy = NoOverlap(min_distance=8)  # Labels would overlap on a phone.
     chart.yaxis.ticker.desired_num_ticks = 5
     chart.axis.minor_tick_line_color = None
     chart.axis.axis_label_text_font_style = "normal"
@@ -132,11 +141,11 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
     known = runs_over_time(runs)
     if one := len(runs) == 1:
         scale, unit = 1e-3, "UTC"  # milliseconds since 1970
-        chart = _figure(shared_range(), "time (UTC)", _tooltips("@x{%F %T} UTC"), {"@x": "datetime"})
+        chart = _figure(find_common_range(), "time (UTC)", _tooltips("@x{%F %T} UTC"), {"@x": "datetime"})
         _mark_gaps(chart, known[0])
     else:
         scale, unit = _unit(max(max(_times(run)) - min(_times(run)) for run in known))
-        chart = _figure(shared_range(), f"{unit} since the start", _tooltips(f"@x{{0.00}} {unit}"), {})
+        chart = _figure(find_common_range(), f"{unit} since the start", _tooltips(f"@x{{0.00}} {unit}"), {})
     for run in known:
         origin = 0.0 if one else min(_times(run))
         for start in run.starts:
@@ -146,21 +155,21 @@ def time_chart(runs: Sequence[RunData], colors: Mapping[str, str]) -> Any:
         marked = {
             "diamond": _checkpoint_times(run),
             "triangle": [start.points[0] for start in run.starts[1:]],
-            "x": [start.points[-1] for start in interrupted_starts(run)],
+            "x": [start.points[-1] for start in find_interrupted_starts(run)],
         }
-        for marker, found in marked.items():
-            x = [(time - origin) / scale for time, _ in found]
-            y, width = [step for _, step in found], 2.5 if marker == "x" else 1
+        for marker, marks in marked.items():
+            x = [(time - origin) / scale for time, _ in marks]
+            y, width = [step for _, step in marks], 2.5 if marker == "x" else 1
             chart.scatter(x, y, name=run.label, marker=marker, size=9, color=colors[run.label], line_width=width)
     chart.yaxis.formatter = NumeralTickFormatter(format="0,0")
     chart.yaxis.axis_label = "step"
     return chart
 
 
-def interrupted_starts(run: RunData) -> list[RunStart]:
+def find_interrupted_starts(run: RunData) -> list[RunStart]:
     """The recorded starts of a run that did not reach the end of training; not the last one if it may be running."""
     return [
-        start for start in run.starts if start.facts and not start.finished and (start.ended or start is not run.starts[-1])
+        start for start in run.starts if start.record and not start.finished and (start.ended or start is not run.starts[-1])
     ]
 
 
@@ -187,7 +196,8 @@ def _times(run: RunData) -> list[float]:
 
 def _checkpoint_times(run: RunData) -> list[tuple[float, int]]:
     manifests = [one.manifest for one in run.checkpoints if one.manifest is not None]
-    return [(time, one.step) for one in manifests if math.isfinite(time := save_time(one))]
+    times = [(save_time(one), one.step) for one in manifests]
+    return [(time, step) for time, step in times if math.isfinite(time)]
 
 
 def _thin_times(points: list[tuple[float, int]]) -> list[tuple[float, int]]:

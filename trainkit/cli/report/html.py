@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 
-from trainkit.masking import escaped
+from trainkit.masking import escape_controls
 
 __all__ = [
     "CHART",
@@ -32,7 +32,7 @@ __all__ = [
 
 def safe(text: object) -> str:
     """Text with special characters of HTML and control characters escaped."""
-    return html.escape(escaped(str(text), keep=""))
+    return html.escape(escape_controls(str(text), keep=""))
 
 
 def element(tag: str, *content: str, css: str = "") -> str:

@@ -16,13 +16,13 @@ from trainkit.cli.report.run_data import KINDS, RunData, kind_of
 from trainkit.cli.report.tables import (
     checkpoint_tables,
     environment_table,
-    facts,
     hparams_table,
     results_table,
+    run_properties,
     runs_table,
     starts_tables,
 )
-from trainkit.console import counted
+from trainkit.console import quantity
 from trainkit.launch.environment import SCRIPT
 from trainkit.loggers.run_files import Series
 
@@ -48,7 +48,7 @@ def page(runs: Sequence[RunData]) -> str:
     hidden, left = not_drawn(_in_order(runs), "report")
     kinds = _by_kind(runs, hidden)
     lines = sum(len(series) for panels in kinds.values() for series in panels.values())
-    most, shared = charts.most_points(lines), charts.shared_range()
+    most, shared = charts.most_points(lines), charts.find_common_range()
     drawn = {}
     for kind, panels in kinds.items():
         for group, series in panels.items():
@@ -59,7 +59,10 @@ def page(runs: Sequence[RunData]) -> str:
     script, elements = charts.embed(drawn)
 
     body = [_header(runs)]
-    body.append(section("Runs", runs_table(runs, colors)) if len(runs) > 1 else card(definitions(facts(runs[0]).items())))
+    if len(runs) > 1:
+        body.append(section("Runs", runs_table(runs, colors)))
+    else:
+        body.append(card(definitions(run_properties(runs[0]).items())))
     for kind, panels in kinds.items():
         keys = {group: _figure(kind, group, series, runs, elements[f"{kind}/{group}"]) for group, series in panels.items()}
         legend = _legend(runs, colors) if len(runs) > 1 else ""
@@ -138,10 +141,10 @@ def _time(runs: Sequence[RunData], colors: dict[str, str], elements: dict[str, s
         keys.append("<span>line: step</span>")
     if any(len(run.starts) > 1 for run in runs):
         keys.append("<span>▲ resumed</span>")
-    if any(charts.interrupted_starts(run) for run in runs):
+    if any(charts.find_interrupted_starts(run) for run in runs):
         keys.append("<span>✕ interrupted; for a killed process, its last record</span>")
     if len(runs) == 1 and len(runs[0].starts) > 1:
-        keys.append(f"<span>gray: no {'record' if runs[0].recorded else 'events in the log'}</span>")
+        keys.append(f"<span>gray: no {'record' if runs[0].start_records else 'events in the log'}</span>")
     if any(run.checkpoints for run in runs):
         keys.append("<span>◆ checkpoint</span>")
     return f"<figure>{element('div', *keys, css='keys')}{elements['time']}</figure>{starts_tables(runs, colors)}"
@@ -149,15 +152,15 @@ def _time(runs: Sequence[RunData], colors: dict[str, str], elements: dict[str, s
 
 def _notes(runs: Sequence[RunData], most: int, left: str | None) -> str:
     notes = [] if left is None else [f"{left}. The tables have all."]
-    several = len(runs) > 1
+    comparing = len(runs) > 1
     for run in runs:
-        before = f"{run.label}: " if several else ""
+        before = f"{run.label}: " if comparing else ""
         notes += [f"{before}{note}" for note in run.notes]
         long = [points for name, points in run.metrics.items() if name != "epoch" and len(points) > most]
         if long:
             notes.append(
-                f"{before}The charts of {counted(len(long), 'metric')} with up to {number(max(map(len, long)))} points show at "
-                f"most {number(most)} of them, the lowest and the highest of each interval. The tables use all points."
+                f"{before}The charts of {quantity(len(long), 'metric')} with up to {number(max(map(len, long)))} points show "
+                f"at most {number(most)} of them, the lowest and the highest of each interval. The tables use all points."
             )
         for name, points in run.metrics.items():
             missing = sum(not math.isfinite(value) for _, value in points)
@@ -181,25 +184,25 @@ def continue_blocks(runs: Sequence[RunData]) -> str:
 
 def _block(run: RunData, newest: str) -> list[str]:
     call = _code(f"trainer.fit(module, train_dataloaders, ckpt_path={newest!r})")
-    if not run.recorded:
+    if not run.start_records:
         return [_text("In the script of the run, with the same module and data:"), call]
-    start = run.recorded[-1]
-    parts = []
+    start = run.start_records[-1]
+    blocks = []
     if run.starts[-1].finished:
-        parts.append(_text(f"The run is finished: {run.starts[-1].ending}. To train for longer, change that."))
-    command, given = _command(start), start.get("ckpt_path")
+        blocks.append(_text(f"The run is finished: {run.starts[-1].ending}. To train for longer, change that."))
+    command, ckpt_path = _command(start), start.get("ckpt_path")
     if command is None:
-        parts.append(_text("The run was not started by a command line that can be run again (a notebook, python -c, a test)."))
-    elif given in ("auto", "last"):
-        what = f"The last start passed ckpt_path={given!r} to fit, so the same command continues from the newest checkpoint"
-        return [*parts, _text(f"{what}{_launch_advice(start)}:"), command, _text("Or from this checkpoint:"), call]
+        blocks.append(_text("The run was not started by a command line that can be run again (a notebook, python -c, a test)."))
+    elif ckpt_path in ("auto", "last"):
+        what = f"The last start passed ckpt_path={ckpt_path!r} to fit, so the same command continues from the newest checkpoint"
+        return [*blocks, _text(f"{what}{_launch_advice(start)}:"), command, _text("Or from this checkpoint:"), call]
     else:
-        passed = "passed no ckpt_path" if given is None else f"passed ckpt_path={str(given)!r}"
-        does = "begins a new run" if given is None else "resumes from there, not from the newest checkpoint"
+        passed = "passed no ckpt_path" if ckpt_path is None else f"passed ckpt_path={str(ckpt_path)!r}"
+        does = "begins a new run" if ckpt_path is None else "resumes from there, not from the newest checkpoint"
         what = f"The last start {passed} to fit, so this command {does}, unless you change the script as below"
-        parts += [_text(f"{what}{_launch_advice(start)}:"), command]
+        blocks += [_text(f"{what}{_launch_advice(start)}:"), command]
     script = "In the script, with the same module and data, pass ckpt_path='auto' for the newest checkpoint, or this one:"
-    return [*parts, _text(script), call]
+    return [*blocks, _text(script), call]
 
 
 def _command(start: Mapping[str, Any]) -> str | None:

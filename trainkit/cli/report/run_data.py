@@ -25,7 +25,7 @@ from trainkit.masking import mask_value
 __all__ = ["KINDS", "RunData", "RunStart", "kind_of", "read_run", "report_folders", "save_time", "starts_of"]
 
 
-_MOST_STARTS = 100  # on a page, since charts of many are slow
+_MOST_STARTS = 100  # The limit of a page, since charts of many starts are slow.
 KINDS = ("Metrics", "Learning rates", "Throughput", "Memory")
 """The kinds of metrics, in the order of the page."""
 
@@ -66,9 +66,9 @@ class RunData:
         return None
 
     @property
-    def recorded(self) -> Sequence[Mapping[str, Any]]:
+    def start_records(self) -> Sequence[Mapping[str, Any]]:
         """What was recorded at each start; empty if starts were not recorded."""
-        return [start.facts for start in self.starts if start.facts]
+        return [start.record for start in self.starts if start.record]
 
     @property
     def last_step(self) -> int | None:
@@ -93,8 +93,8 @@ def report_folders(run_dirs: Sequence[str]) -> dict[Path, list[str]]:
     Raises:
         ConfigurationError: There are too many runs, or a folder has neither metrics nor checkpoints.
     """
-    found = dict(map(_report_folder, run_dirs))
-    return {folder: found[folder] for folder in unique(list(found))}
+    notes_of = dict(map(_report_folder, run_dirs))
+    return {folder: notes_of[folder] for folder in unique(list(notes_of))}
 
 
 def _report_folder(run_dir: str) -> tuple[Path, list[str]]:
@@ -102,10 +102,10 @@ def _report_folder(run_dir: str) -> tuple[Path, list[str]]:
         return metrics_folder(run_dir, "report"), []
     except ConfigurationError as error:
         root = check_folder(run_dir, "report")
-        found = candidates(*folders_below(root))
-        if not found:
+        checkpoints = candidates(*folders_below(root))
+        if not checkpoints:
             raise
-        return found[0].path.parent.parent, [str(error)]
+        return checkpoints[0].path.parent.parent, [str(error)]
 
 
 def read_run(folder: Path, label: str, notes: Sequence[str] = ()) -> RunData:
@@ -132,7 +132,7 @@ def read_run(folder: Path, label: str, notes: Sequence[str] = ()) -> RunData:
             run.notes.append(f"The last {len(run.starts)} of {len(starts):,} starts are shown.")
     except TrainkitError as error:
         run.notes.append(str(error))
-    if not run.recorded:
+    if not run.start_records:
         run.notes.append(
             f"The starts of this run were not recorded: there is no {home / STARTS}, which a Trainer writes. Its "
             "interruptions, host and command line are not known, except for times in event files of TensorBoard."
@@ -175,7 +175,7 @@ class RunStart:
         ending: How it ended; empty if starts were not recorded.
         ended: Whether its end was recorded.
         finished: Whether it reached the end of training.
-        facts: What was recorded at the start; empty if starts were not recorded.
+        record: What was recorded at the start; empty if starts were not recorded.
     """
 
     opened: float
@@ -185,7 +185,7 @@ class RunStart:
     ending: str = ""
     ended: bool = False
     finished: bool = False
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
 
 
 def starts_of(folder: Path, home: Path, manifests: Sequence[Manifest], last_step: int | None) -> list[RunStart]:
@@ -197,7 +197,7 @@ def starts_of(folder: Path, home: Path, manifests: Sequence[Manifest], last_step
         manifests: Those of its checkpoints.
         last_step: The highest step of metrics and checkpoints.
     """
-    logged = _logged_points(folder)
+    logged = _read_points(folder)
     recorded = sorted(read_starts(home), key=lambda one: one.time)
     if not recorded:
         return _climbing(logged)
@@ -233,7 +233,7 @@ def _start(one: RecordedStart, following: RecordedStart | None, known: _Points, 
         return RunStart(one.time, points[-1][0], points, last, reason, True, finished, one.start)
     reached = last_step if following is None else following.step
     ending = _OPEN if following is None else _KILLED
-    return RunStart(one.time, points[-1][0], points, max(highest, reached or 0), ending, facts=one.start)
+    return RunStart(one.time, points[-1][0], points, max(highest, reached or 0), ending, record=one.start)
 
 
 def _points_in(logged: Sequence[_Points], one: RecordedStart, following: RecordedStart | None, first: bool) -> _Points:
@@ -242,7 +242,7 @@ def _points_in(logged: Sequence[_Points], one: RecordedStart, following: Recorde
     return [(max(time, one.time), step) for file in logged if begin <= file[0][0] < end for time, step in file]
 
 
-def _logged_points(folder: Path) -> list[_Points]:
+def _read_points(folder: Path) -> list[_Points]:
     """The times and steps in each event file, in the order in which the files were opened."""
     files = [event_times(folder / name) for name in event_files(folder) if "/" not in name]  # "/": written by add_scalars
     return sorted(filter(None, ([(time, step) for time, step in file if 0 < time < _LATEST] for file in files)))

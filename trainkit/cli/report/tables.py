@@ -15,42 +15,42 @@ from trainkit.loggers.run_files import Series
 __all__ = [
     "checkpoint_tables",
     "environment_table",
-    "facts",
     "hparams_table",
     "results_table",
+    "run_properties",
     "runs_table",
     "starts_tables",
 ]
 
 
-def facts(run: RunData) -> dict[str, str]:
-    """The facts about a run: name → HTML."""
-    found = {}
+def run_properties(run: RunData) -> dict[str, str]:
+    """The properties of a run: name → HTML."""
+    properties = {}
     if run.last_step is not None:
-        found["last step"] = number(run.last_step)
+        properties["last step"] = number(run.last_step)
     epochs = [int(value) for _, value in run.metrics.get("epoch", []) if math.isfinite(value)]
     if epochs:
-        found["last epoch (from 0)"] = number(max(epochs))
-    found |= _times(run)
+        properties["last epoch (from 0)"] = number(max(epochs))
+    properties |= _times(run)
     if len(run.starts) > 1:
-        found["resumed"] = "once" if len(run.starts) == 2 else f"{len(run.starts) - 1} times"
+        properties["resumed"] = "once" if len(run.starts) == 2 else f"{len(run.starts) - 1} times"
     if run.checkpoints:
-        found["checkpoints"] = f"{len(run.checkpoints)}, {bytes_text(sum(map(_size, run.checkpoints)))}"
-    return found
+        properties["checkpoints"] = f"{len(run.checkpoints)}, {bytes_text(sum(map(_size, run.checkpoints)))}"
+    return properties
 
 
 def _times(run: RunData) -> dict[str, str]:
     if not run.starts:
         return {}
     first, last, newest = run.starts[0].opened, max(start.end for start in run.starts), run.starts[-1]
-    names = ("started", "last record") if run.recorded else ("first logged", "last logged")
-    found = {names[0]: time_text(first), names[1]: time_text(last), "time between": duration(last - first)}
-    return {**found, "how it ended": safe(newest.ending)} if newest.ending else found
+    names = ("started", "last record") if run.start_records else ("first logged", "last logged")
+    times = {names[0]: time_text(first), names[1]: time_text(last), "time between": duration(last - first)}
+    return {**times, "how it ended": safe(newest.ending)} if newest.ending else times
 
 
 def runs_table(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
     """One row for each run."""
-    known = {run.label: {**facts(run), "folder": f"<code>{safe(run.folder)}</code>"} for run in runs}
+    known = {run.label: {**run_properties(run), "folder": f"<code>{safe(run.folder)}</code>"} for run in runs}
     names = list(dict.fromkeys(name for values in known.values() for name in values))
     names.append(names.pop(names.index("folder")))
     rows = []
@@ -77,16 +77,16 @@ def results_table(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
     names = list(dict.fromkeys(name for run in runs for name in run.metrics if name != "epoch"))
     rows = []
     names.sort(key=lambda name: KINDS.index(kind_of(name)))
-    several = len(runs) > 1
+    comparing = len(runs) > 1
     for name in names:
-        if several:
+        if comparing:
             rows.append(f"<tr class='group'><th colspan='8'>{safe(name)}</th></tr>")
         for run in runs:
             if points := run.metrics.get(name):
-                whose = f"<td class='nowrap'>{_dot(run, colors)}</td>" if several else f"<th>{safe(name)}</th>"
+                whose = f"<td class='nowrap'>{_dot(run, colors)}</td>" if comparing else f"<th>{safe(name)}</th>"
                 rows.append(f"<tr>{whose}{''.join(map(_number_cell, _extremes(points)))}</tr>")
     columns = ["last", "at step", "lowest", "at step", "highest", "at step", "values"]
-    return table(["run" if several else "metric", *columns], rows, right=columns) if rows else ""
+    return table(["run" if comparing else "metric", *columns], rows, right=columns) if rows else ""
 
 
 def _extremes(points: Series) -> list[str]:
@@ -105,7 +105,7 @@ def starts_tables(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
     """The starts of runs that were resumed."""
     rows = []
     resumed = [run for run in runs if len(run.starts) > 1]
-    recorded = any(run.recorded for run in resumed)
+    recorded = any(run.start_records for run in resumed)
     for run in resumed:
         before = None
         for start in run.starts:
@@ -121,7 +121,7 @@ def starts_tables(runs: Sequence[RunData], colors: Mapping[str, str]) -> str:
 
 
 def _steps(start: RunStart) -> str:
-    open_end = "at least " if start.facts and not start.ended else ""
+    open_end = "at least " if start.record and not start.ended else ""
     return f"{number(start.points[0][1])} to {open_end}{number(start.reached)}"
 
 
@@ -189,12 +189,12 @@ def environment_table(runs: Sequence[RunData]) -> str:
     """How and where each run was trained, from its newest checkpoint and its recorded starts."""
     described = [_environment(run) for run in runs]
     names = list(dict.fromkeys(name for one in described for name in one))
-    what = "of all starts" if any(run.recorded for run in runs) else "newest checkpoint"
+    what = "of all starts" if any(run.start_records for run in runs) else "newest checkpoint"
     return _comparison(what, {name: [one.get(name, "") for one in described] for name in names}, runs)
 
 
 def _environment(run: RunData) -> dict[str, str]:
-    started, saved = _start_values(run.recorded), _checkpoint_values(run.manifest)
+    started, saved = _start_values(run.start_records), _checkpoint_values(run.manifest)
     return {**started, **{name: value for name, value in saved.items() if name not in started}}
 
 
@@ -218,5 +218,5 @@ _RECORDED = ("trainkit", "torch", "python", "host", "device", "processes", "stra
 
 def _start_values(starts: Sequence[Mapping[str, object]]) -> dict[str, str]:
     """What was recorded at the starts; a value that changed has all its values."""
-    found = {name: list(dict.fromkeys(str(start[name]) for start in starts if name in start)) for name in _RECORDED}
-    return {name: ", then ".join(values) for name, values in found.items() if values}
+    by_name = {name: list(dict.fromkeys(str(start[name]) for start in starts if name in start)) for name in _RECORDED}
+    return {name: ", then ".join(values) for name, values in by_name.items() if values}

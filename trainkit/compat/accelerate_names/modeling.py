@@ -20,7 +20,7 @@ from trainkit.checkpoint.plain_files import read_tensors
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checks import is_whole
-from trainkit.console import counted, notice, warn
+from trainkit.console import notice, quantity, warn
 from trainkit.distributed.parameter_placement import is_dtensor
 from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import (
@@ -134,7 +134,7 @@ def load_checkpoint_in_model(
     left = [name for _, _, name, tensor in _entries(inner) if tensor.is_meta]
     if left:
         warn(
-            f"{what}: {counted(len(left), 'tensor of the model is', 'tensors of the model are')} still on the meta device, "
+            f"{what}: {quantity(len(left), 'tensor of the model is', 'tensors of the model are')} still on the meta device, "
             f"without values: {_some(left)}. "
             "Initialize them before you use the model."
         )
@@ -149,19 +149,19 @@ def _sharded(
         ConfigurationError: Parameters are sharded, and no strategy can load them, or they should be placed elsewhere.
     """
     strategy = strategy_of(model)
-    found = {} if strategy is None else strategy.stored_weights(model)
-    if any(is_dtensor(parameter) and id(parameter) not in found for parameter in model.parameters()):
+    stored = {} if strategy is None else strategy.stored_weights(model)
+    if any(is_dtensor(parameter) and id(parameter) not in stored for parameter in model.parameters()):
         raise ConfigurationError(
             "load_checkpoint_in_model: the parameters are sharded, and not by Accelerator.prepare. Load the weights before "
             "they are sharded; under a Trainer: trainer.fit(module, loader, ckpt_path=..., restore=['model'])"
         )
-    given = [name for name, value in placing.items() if value is not None]
-    if strategy is not None and found and given:
+    placed = [name for name, value in placing.items() if value is not None]
+    if strategy is not None and stored and placed:
         raise ConfigurationError(
-            f"load_checkpoint_in_model({given[0]}=...): the model is prepared with strategy={strategy.name!r}, which has "
-            f"placed its shards. Remove {' and '.join(given)}, or load the weights before prepare"
+            f"load_checkpoint_in_model({placed[0]}=...): the model is prepared with strategy={strategy.name!r}, which has "
+            f"placed its shards. Remove {' and '.join(placed)}, or load the weights before prepare"
         )
-    return found, (lambda values: None) if strategy is None else strategy.load_weights
+    return stored, (lambda values: None) if strategy is None else strategy.load_weights
 
 
 @contextmanager
@@ -194,15 +194,15 @@ def _refuse_unsupported(offload_8bit_bnb: bool, full_state_dict: bool, broadcast
         )
 
 
-def _dtype(given: str | torch.dtype | None) -> torch.dtype | None:
-    if given is None or (isinstance(given, torch.dtype) and given.is_floating_point):
-        return given
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return dtype
     known = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-    found = known.get(str(given).removeprefix("torch."))
-    if found is None or not found.is_floating_point:
+    named = known.get(str(dtype).removeprefix("torch."))
+    if named is None or not named.is_floating_point:
         floats = [name for name, value in known.items() if value.is_floating_point]
-        raise UnknownNameError(f"dtype must be a floating-point dtype, not {given!r}.{nearest(str(given), floats)}")
-    return found
+        raise UnknownNameError(f"dtype must be a floating-point dtype, not {dtype!r}.{nearest(str(dtype), floats)}")
+    return named
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -261,7 +261,7 @@ def _read_index(path: Path) -> ModelState:
     places = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CorruptCheckpointError(f"{what}: not an index: it has no weight_map of names to files")
-    found = ModelState()
+    state = ModelState()
     for file in sorted({*places.values()}):
         if file != os.path.basename(file) or file in (".", ".."):
             raise CorruptCheckpointError(f"{what}: {file!r:.200} is not the name of a file in the folder")
@@ -271,9 +271,9 @@ def _read_index(path: Path) -> ModelState:
         for name, its in places.items():
             if its == file and name not in part.tensors and name not in part.aliases:
                 raise CorruptCheckpointError(f"{path.parent / file}: {name!r:.200} is in the index, but not in the file")
-        found.tensors |= part.tensors
-        found.aliases |= part.aliases
-    return found
+        state.tensors |= part.tensors
+        state.aliases |= part.aliases
+    return state
 
 
 def _read_file(path: Path) -> ModelState:
@@ -292,10 +292,10 @@ def _read_checkpoint(path: Path) -> ModelState:
         )
     (stem,) = stems
     loaded = checkpoint.read({stem, "state"}, mapped=hasattr(mmap, "MAP_PRIVATE"))  # Windows does not have it
-    own: dict[str, Any] = dict(loaded.state["models"][0])
-    if own["fingerprint"] is None:
-        own["trained"] = {}  # part of a run, not of weights
-    return ModelState(tensors=dict(loaded.tensors[stem]), aliases=dict(loaded.manifest.aliases.get(stem, {})), **own)
+    fields: dict[str, Any] = dict(loaded.state["models"][0])
+    if fields["fingerprint"] is None:
+        fields["trained"] = {}  # part of a run, not of weights
+    return ModelState(tensors=dict(loaded.tensors[stem]), aliases=dict(loaded.manifest.aliases.get(stem, {})), **fields)
 
 
 def _some(names: Collection[str]) -> str:
@@ -332,7 +332,7 @@ def _tensor_devices(device_map: Any, model: nn.Module) -> dict[str, torch.device
         if name not in known:
             raise UnknownNameError(f"device_map: {type(model).__name__} has no {name!r}.{nearest(str(name), known)}")
     devices = {name: _device(name, device) for name, device in device_map.items()}
-    found: dict[str, torch.device] = {}
+    placed: dict[str, torch.device] = {}
     first: dict[int, tuple[str, torch.device]] = {}
     for _, _, name, tensor in _entries(model):
         part = name
@@ -340,14 +340,14 @@ def _tensor_devices(device_map: Any, model: nn.Module) -> dict[str, torch.device
             part = part.rpartition(".")[0]
         if part not in devices:
             raise ConfigurationError(f"device_map has no device for {name!r}. Name a module that contains it, or '' for all.")
-        found[name] = devices[part]
-        other, device = first.setdefault(id(tensor), (name, found[name]))
-        if device != found[name]:
+        placed[name] = devices[part]
+        other, device = first.setdefault(id(tensor), (name, placed[name]))
+        if device != placed[name]:
             raise ConfigurationError(
-                f"device_map: {other!r} and {name!r} are one tensor, but are assigned to {device} and {found[name]}. Assign "
+                f"device_map: {other!r} and {name!r} are one tensor, but are assigned to {device} and {placed[name]}. Assign "
                 "both to the same device."
             )
-    return found
+    return placed
 
 
 def _device(name: str, device: Any) -> torch.device:
@@ -406,7 +406,7 @@ def _moved(
     here = torch.device("cpu") if tensor.is_meta else tensor.device
     device, dtype = devices.get(names[0], here), tensor.dtype
     if is_filled and (tensor.is_floating_point() or tensor.is_complex()):
-        dtype = next((found for name in names if (found := dtype_of(name)) is not None), dtype)
+        dtype = next((chosen for name in names if (chosen := dtype_of(name)) is not None), dtype)
     if is_lazy(tensor) or (tensor.is_meta and not is_filled) or (device, dtype) == (tensor.device, tensor.dtype):
         return None
     if tensor.is_meta:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm as _tqdm
 
-from trainkit.accelerator.collective_checks import CollectiveChecks
 from trainkit.accelerator.processes import gathering, rank_and_size
 from trainkit.checks import is_whole
 from trainkit.console import prints_here, with_article
+from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.launch.environment import runtime_is_loaded
@@ -144,7 +144,7 @@ def gather_object(object: list[Any] | tuple[Any, ...]) -> list[Any]:
     """
     _check("gather_object", object, list | tuple)
     world = _world("gather_object")
-    return [element for own in world.exchange_user_objects(list(object)) for element in own]
+    return [element for elements in world.exchange_user_objects(list(object)) for element in elements]
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
@@ -176,9 +176,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-def _check(verb: str, given: Any, kind: Any) -> None:
-    if not isinstance(given, kind):
-        raise ConfigurationError(f"{verb} takes a list, not {with_article(type(given).__name__)}. Write: {verb}([value])")
+def _check(verb: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind):
+        raise ConfigurationError(f"{verb} takes a list, not {with_article(type(value).__name__)}. Write: {verb}([value])")
 
 
 def _world(verb: str) -> World:

@@ -1,14 +1,21 @@
-"""`is_wandb_available` and others: whether a package is installed, or a device can be used."""
+"""What this machine has: `is_wandb_available` and others, and `write_basic_config`, which writes a file for its devices."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from trainkit.launch.environment import tpu_is_chosen
+from trainkit.config.keys import KEYS, convert_value
+from trainkit.config.settings import Settings
+from trainkit.config.settings_file import default_file, write_settings
+from trainkit.console import notice
+from trainkit.launch.environment import DEVICE, tpu_is_chosen
 from trainkit.loggers.base import is_installed
+from trainkit.registry import automatic_info
 
 __all__ = [
     "is_bf16_available",
@@ -26,6 +33,7 @@ __all__ = [
     "is_transformers_available",
     "is_wandb_available",
     "is_xpu_available",
+    "write_basic_config",
 ]
 
 
@@ -33,7 +41,7 @@ def _installed(package: str) -> Callable[[], bool]:
     def check() -> bool:
         return is_installed(package)
 
-    check.__name__ = check.__qualname__ = f"is_{package}_available"  # so that it can be pickled
+    check.__name__ = check.__qualname__ = f"is_{package}_available"  # Pickle finds the function by this name.
     check.__doc__ = f"Whether {package} is installed."
     return check
 
@@ -114,3 +122,35 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 def is_fp16_available() -> bool:
     """Whether `mixed_precision="fp16"` works: on every device except those of XLA."""
     return not is_torch_xla_available(check_is_tpu=True)
+
+
+def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
+    """Write a configuration file of `trainkit launch` for the devices of this node. An existing file is not changed.
+
+    Args:
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        save_location: The file: YAML, or JSON if its name ends with `.json`. Default: the default file of `trainkit
+            launch` in the user's cache folder.
+
+    Returns:
+        The path of the file; `False` if it existed.
+
+    Raises:
+        ConfigurationError: The precision is another one, or the file cannot be written.
+    """
+    path = default_file() if save_location is None else Path(save_location)
+    precision = convert_value("mixed_precision", mixed_precision, KEYS, "mixed_precision")
+    if path.exists():
+        notice(f"{path} exists and was not changed. Remove it, pass another save_location, or run: trainkit config")
+        return False
+    return write_settings(Settings({"mixed_precision": precision, **_devices()}), path)
+
+
+def _devices() -> dict[str, Any]:
+    """The settings for the devices of this machine."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus > 1:
+        return {"distributed_type": "MULTI_GPU", "num_processes": gpus, "use_cpu": False}
+    if gpus == 0 and tpu_is_chosen():
+        return {"distributed_type": automatic_info(DEVICE).distributed_type, "use_cpu": False}
+    return {"distributed_type": "NO", "num_processes": 1, "use_cpu": gpus == 0 and not torch.backends.mps.is_available()}
