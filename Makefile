@@ -22,13 +22,17 @@ PARALLEL := -n $(JOBS) --maxprocesses 4 --dist worksteal
 # What these tests assert is how the source, the pages and the package are laid out: `make check` runs them.
 LAYOUT := tests/test_house.py tests/test_docs.py tests/test_advice.py tests/test_packaging.py
 
+# The strategies, and other tests that have a mark: to import all tests takes a minute.
+marked = tests/strategies $(shell grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' --exclude-dir=strategies)
+
 # What `make test-changed` compares with: on a branch, where it left main.
 SINCE ?= $(shell git merge-base HEAD main)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning check docs docs-serve dist format clean
+.PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning environment xla-environment \
+  zero-extensions check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -52,17 +56,26 @@ test-slow: $(VENV)/.test ## the tests marked slow, with all cases of the grids, 
 	TRAINKIT_ALL_EXAMPLES=1 $(PYTEST) $(PARALLEL) -m hypothesis $(ARGS) || [ $$? -eq 5 ]
 
 test-fsdp: $(VENV)/.test ## the grids of FSDPStrategy; ARGS='-m fsdp' for all of them
-	$(PYTEST) $(PARALLEL) -m "fsdp and not slow" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "fsdp and not slow" $(call marked,fsdp) $(ARGS)
 
 test-zero: $(VENV)/.test ## the grids of ZeRO; ARGS='-m zero' for all of them; compiles a part of DeepSpeed the first time
 	$(RUN) tests/helpers/zero/compile_extensions.py
-	$(PYTEST) $(PARALLEL) -m "zero and not slow" $(ARGS)
+	$(PYTEST) $(PARALLEL) -m "zero and not slow" $(call marked,zero) $(ARGS)
 
 # Outside of the tree, for all checkouts: see tests/helpers/xla/xla_environment.py. The main environment has a part in some of the tests.
 test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with torch 2.9 (7 GB); ARGS='-m xla' for all of them
 	$(RUN) tests/helpers/xla/xla_environment.py "$(XLA_VENV)"
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
-	  $(PARALLEL) -m "xla and not slow" tests/test_xla_*.py tests/strategies tests/callbacks $(ARGS)
+	  $(PARALLEL) -m "xla and not slow" $(call marked,xla) $(ARGS)
+
+# For .ci/run, which makes them while other things run: the second one beside the first, so with the Python of the machine.
+environment: $(VENV)/.test
+
+xla-environment:
+	$(PYTHON) tests/helpers/xla/xla_environment.py "$(XLA_VENV)"
+
+zero-extensions: $(VENV)/.test
+	$(RUN) tests/helpers/zero/compile_extensions.py
 
 # Alone in a folder outside of the tree: what it depends on is in the environment of the tests.
 test-lightning: $(VENV)/.test ## scripts written for Lightning, under Lightning and here
