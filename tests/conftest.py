@@ -99,6 +99,12 @@ def tiny_loader() -> Any:
     return tiny_loader()
 
 
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for checkpoints that several tests of a module resume from."""
+    return tmp_path_factory.mktemp("sources")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the cases of the large grids that only `make test-slow` runs; see `covering.py`."""

@@ -52,6 +52,7 @@ def test_using_every_public_name_loads_nothing_optional() -> None:
     assert "torch.utils.tensorboard" not in modules
 
 
+@pytest.mark.slow
 def test_every_public_name_can_be_the_first_that_is_imported() -> None:
     """Circular imports would fail for some names only. Of the names that one module defines, one is imported first."""
     program = f"""

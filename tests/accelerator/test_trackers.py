@@ -188,6 +188,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert read_metrics(folder)["loss"] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs")
 def test_wandb_offline(run_dir: Path) -> None:
     import wandb
@@ -218,6 +219,7 @@ def test_wandb_offline(run_dir: Path) -> None:
     assert [row[STEP] for row in rows] == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.mark.slow
 @needs("mlflow")
 @needs("comet_ml")
 @pytest.mark.usefixtures("wandb_service", "no_open_wandb_runs", "local_mlflow", "comet_offline")

@@ -247,6 +247,7 @@ def test_each_shape_is_counted_once(make_trainer, monkeypatch) -> None:
     assert monitor._flops == (2 + 2 + 3 + 2 + 3) * 16
 
 
+@pytest.mark.slow
 def test_many_shapes_are_estimated(make_trainer, caplog) -> None:
     caplog.set_level("INFO", "trainkit")
     monitor = measure(make_trainer, Measured(), batches(*range(1, 36)))

@@ -139,7 +139,7 @@ def test_a_live_holder_is_named(run_dir: Path) -> None:
             pass
 
 
-@pytest.mark.parametrize("reaped", [True, False])
+@pytest.mark.parametrize("reaped", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_lock_of_a_killed_holder_is_taken_over_immediately(
     run_dir: Path, caplog: pytest.LogCaptureFixture, reaped: bool
 ) -> None:
@@ -356,6 +356,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_workers_that_outlive_the_run_do_not_keep_its_lock(run_dir: Path) -> None:
     with process(WORKERS, run_dir) as child:
         assert answer(child) == "started"

@@ -307,6 +307,7 @@ def test_the_demo_prints_its_results(finished: tuple[Path, str, str]) -> None:
     assert re.search(r"\b60/60\b", stdout + stderr), "the progress bar"
 
 
+@pytest.mark.slow
 def test_the_demo_depends_on_the_seed_alone(finished: tuple[Path, str, str], run_dir: Path) -> None:
     def told(stdout: str) -> str:
         return re.sub(r"in \d+ s", "", stdout[stdout.index("What it writes") :])  # the progress bar shows speeds
@@ -415,6 +416,7 @@ def test_a_demo_that_has_finished_starts_over(finished: tuple[Path, str, str]) -
     assert (folder / "trainkit_runs/demo/logs/default/version_1/loss.png").is_file()
 
 
+@pytest.mark.slow
 def test_threads_of_the_demo_do_not_spin() -> None:
     """Next to another busy process, a step took 2.8 s with spinning threads instead of 0.3 s."""
     program = (

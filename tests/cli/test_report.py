@@ -515,7 +515,7 @@ def test_a_link_is_not_followed_for_the_output(
     assert sorted(path.name for path in (run_dir / "run").iterdir()) == sorted(["metrics.csv", out])
 
 
-@pytest.mark.parametrize("command", ["report", "plot"])
+@pytest.mark.parametrize("command", [pytest.param("report", marks=pytest.mark.slow), "plot"])
 def test_many_metrics(command: str, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first hundred are drawn, and those that are named; the tables of a report have all."""
     (run_dir / "run").mkdir()

@@ -128,6 +128,7 @@ def test_the_environment_and_the_command() -> None:
     assert command == f"cd {shlex.quote(os.getcwd())}\n{shlex.join([sys.executable, 'train.py', 'csv', '99'])}"
 
 
+@pytest.mark.slow
 def test_the_command_of_the_page_continues_the_run() -> None:
     assert start("csv", "9", "auto") == 9
     lines = (FOLDER / "starts.jsonl").read_text()

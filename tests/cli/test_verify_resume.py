@@ -126,6 +126,7 @@ def test_a_script_that_resumes_exactly(verify: Verify, tmp_path: Path) -> None:
     assert processes_of(tmp_path / "train.py") == []  # no worker is left
 
 
+@pytest.mark.slow
 def test_hidden_state_shows_in_the_first_loss(verify: Verify) -> None:
     code, lines, _ = verify("hidden")
     assert code == 1
@@ -193,6 +194,7 @@ def test_data_that_is_drawn_before_the_seed(verify: Verify) -> None:
     assert lines[-1] == "generators: trainkit.seed_everything(1)."
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_shows_its_traceback(verify: Verify) -> None:
     code, lines, err = verify(first="{}['no such key']")
     assert (code, len(lines)) == (2, 1)

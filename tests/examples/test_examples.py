@@ -95,6 +95,7 @@ def test_digits_depend_on_the_seed_alone(example: ModuleType) -> None:
     assert losses(1) != losses(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["gan"], indirect=True)
 def test_the_gan_covers_all_modes(example: ModuleType) -> None:
     before = example.coverage(example.GAN().sample(2000))
@@ -130,6 +131,7 @@ def test_the_own_loop_depends_on_the_seed_alone(example: ModuleType, capsys: pyt
     assert printed(1) != printed(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["byte_gpt"], indirect=True)
 def test_the_byte_gpt_learns(example: ModuleType, run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A few optimizer steps of a model a tenth of the size. Measured: 3.15 bits per byte; the bigram model has 3.43."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import combinations
 
 import pytest
 
@@ -14,7 +13,8 @@ GRIDS = ("fsdp", "zero", "xla", "grid")  # the pytest marks of the grids
 def mark_others_slow(items: Sequence[pytest.Item]) -> None:
     """Mark the cases of tests with a mark of `GRIDS` that `covering` does not choose as slow.
 
-    Of the strategies that the conformance suite tests, each function takes every second one, and the next function the others.
+    Of the strategies that the conformance suite tests, each function takes every third one, beginning with another one than
+    the function before.
     """
     functions: dict[tuple[str, str], list[pytest.Function]] = {}
     for item in items:
@@ -27,7 +27,7 @@ def mark_others_slow(items: Sequence[pytest.Item]) -> None:
             functions.setdefault((f"{item.path} {marks}", item.originalname), []).append(item)
     for number, cases in enumerate(functions.values()):
         if list(cases[0].callspec.params) == ["setting"]:
-            chosen = range(number % 2, len(cases), 2) or range(1)
+            chosen = range(number % 3, len(cases), 3) or range(1)
         else:
             chosen = covering([_values(case) for case in cases])
         for place in set(range(len(cases))) - set(chosen):
@@ -35,18 +35,17 @@ def mark_others_slow(items: Sequence[pytest.Item]) -> None:
 
 
 def covering(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The places of a few rows that contain each value of each column, and of three or more columns each pair of values."""
-    width = len(rows[0])
-    pairs = [set(combinations(enumerate(row), 2 if width > 2 else 1)) for row in rows]
-    missing = set().union(*pairs)
+    """The places of a few rows that contain each value of each column."""
+    values = [set(enumerate(row)) for row in rows]
+    missing = set().union(*values)
     used: Counter[tuple[int, str]] = Counter()
     chosen: list[int] = []
     while missing:
         # Of equally good rows, the one whose values were chosen the fewest times.
         best = max(
-            range(len(rows)), key=lambda place: (len(pairs[place] & missing), -sum(used[at] for at in enumerate(rows[place])))
+            range(len(rows)), key=lambda place: (len(values[place] & missing), -sum(used[at] for at in enumerate(rows[place])))
         )
-        missing -= pairs[best]
+        missing -= values[best]
         used.update(enumerate(rows[best]))
         chosen.append(best)
     return chosen

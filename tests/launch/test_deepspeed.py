@@ -53,7 +53,9 @@ def deepspeed(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "parse", [PARSERS["argparse"], pytest.param(PARSERS["none"], marks=pytest.mark.zero)], ids=["argparse", "none"]
+    "parse",
+    [pytest.param(PARSERS["argparse"], marks=pytest.mark.slow), pytest.param(PARSERS["none"], marks=pytest.mark.zero)],
+    ids=["argparse", "none"],
 )
 def test_a_script_trains(parse: str, tmp_path: Path) -> None:
     """Started by `deepspeed`, a script trains on two processes without any code for this launcher."""

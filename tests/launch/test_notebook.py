@@ -478,6 +478,7 @@ notebook_launcher(goes_on, num_processes=2)
 ]
 
 
+@pytest.mark.slow
 def test_in_a_kernel(run_dir: Path) -> None:
     setup, define, first, second, compared, failed, stopped, trainer, after = run_cells(run_dir, CELLS)
     assert (setup.error, define.error) == ("", "")

@@ -244,6 +244,7 @@ def test_unsupported_strategies_have_notes() -> None:
     assert row(made, "ddp", 2).footprint.device.optimizer < 4 * T * 0.1
 
 
+@pytest.mark.slow
 def test_a_large_model_takes_no_memory() -> None:
     program = """
         import resource, torch

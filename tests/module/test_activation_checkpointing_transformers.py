@@ -167,7 +167,7 @@ def _no_graphs_left() -> Iterator[None]:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("choice", [True, "selective"])
+@pytest.mark.parametrize("choice", [True, pytest.param("selective", marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("_no_graphs_left")
 # torch's tracer reads .grad of the input of a block
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -138,6 +138,7 @@ def _fit(devices: Devices) -> tuple[Any, ...]:
     return tensors(module), metrics, predicted.cpu(), validated
 
 
+@pytest.mark.slow
 def test_a_fit_is_that_of_one_device(there: Any) -> None:
     """Clipping, accumulation, buffers, metrics of both devices, validation and prediction."""
     torch.testing.assert_close(there(_fit, BOTH), _fit(CPU), rtol=2e-6, atol=2e-6)

@@ -205,6 +205,7 @@ with open(f"rank-{os.environ['RANK']}.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_real_processes(tmp_path: Path) -> None:
     """A flag overrides the default file, and an argument overrides both. The same arguments give a bit-identical run."""
     Path("script.py").write_text(SCRIPT)

@@ -71,6 +71,7 @@ def output_of(process: subprocess.Popen[str]) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_upload(environment: dict[str, str], endpoint: str) -> None:
     client = boto3.client(
         "s3", endpoint_url=endpoint, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"

@@ -624,6 +624,7 @@ Trainer(max_epochs=2, accelerator="cpu", logger=False).fit(Validating(), tiny_lo
 PATHS = f"import sys; sys.path.insert(0, {str(Path(__file__).parent.parent.parent)!r})"
 
 
+@pytest.mark.slow
 def test_a_notebook_without_ipywidgets_has_lines(run_dir: Path) -> None:
     _, shown = run_cells(run_dir, [PATHS + "; sys.modules['ipywidgets'] = None", CELL])
     assert shown.error == ""
@@ -648,7 +649,7 @@ def test_a_notebook_with_ipywidgets_has_tqdms_widget(run_dir: Path) -> None:
 @pytest.mark.parametrize(
     "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}]
 )
-@pytest.mark.parametrize("live", [True, False])
+@pytest.mark.parametrize("live", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_name_that_the_output_cannot_show_ends_nothing(variables: dict[str, str], live: bool) -> None:
     program = f"""
 from helpers.runs.tiny import TinyModule, tiny_loader

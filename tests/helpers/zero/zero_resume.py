@@ -17,7 +17,7 @@ from torch import Tensor
 from trainkit import Callback
 from trainkit.checkpoint import open_checkpoint
 
-__all__ = ["ADAMW", "SaveAfterTen", "SaveAtOnce", "assert_portable", "case", "go_on", "save", "tensors"]
+__all__ = ["ADAMW", "SaveAfterTen", "SaveAtOnce", "assert_portable", "case", "go_on", "name_of", "save", "saved", "tensors"]
 
 ADAMW = {"optimizer": "adamw", "schedule": True}
 
@@ -60,6 +60,19 @@ def go_on(which: Case, kind: str, source: Path, copy: Path) -> dict[Any, float]:
 def save(which: Case, kind: str, folder: Path) -> None:
     """Train for ten of the twenty optimizer steps, and save to `folder`."""
     train(which, SaveAfterTen(folder), strategy=strategy(kind))
+
+
+def name_of(value: str | tuple[str, int]) -> str:
+    """The precision, or the strategy and number of processes, of a case."""
+    return value if isinstance(value, str) else "-".join(map(str, value))
+
+
+def saved(folder: Path, kind: str, size: int, precision: str, make: type) -> Path:
+    """The checkpoint of `save` under one configuration, in `folder`; made by the first test that needs it."""
+    place = folder / f"{kind}-{size}-{precision}-{make.__name__}"
+    if not place.exists():
+        together(size, {"save": (save, case(precision, make), kind, place)})
+    return place
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:

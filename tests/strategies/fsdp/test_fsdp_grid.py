@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.resume.elastic import killed, parameters, resumed, undisturbed
 from helpers.runs.parity import Case
-from helpers.runs.replicas import together
 from helpers.zero.zero_cases import Calm, RegressionModule, strategy
 from helpers.zero.zero_parity import assert_parity
-from helpers.zero.zero_resume import ADAMW, assert_portable, case, save
+from helpers.zero.zero_resume import ADAMW, assert_portable, name_of, saved
 
 pytestmark = pytest.mark.fsdp
 
@@ -19,6 +19,9 @@ KINDS = [("fsdp", 1), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("fsdp-reshard", 2)
 KINDS += [("fsdp-replicas", 4), ("fsdp-tensor", 2), ("fsdp-tensor", 4)]
 FSDP_ENDS = [("fsdp", 2), ("fsdp", 4), ("fsdp-cpu", 2), ("fsdp-replicas", 4), ("fsdp-tensor", 4)]
 OTHER_ENDS = [("auto", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("zero3-both-cpu", 2)]
+ENDS = [*product(FSDP_ENDS, FSDP_ENDS + OTHER_ENDS), *product(OTHER_ENDS, FSDP_ENDS)]
+MOVES = [(*ends, precision) for ends in ENDS for precision in ("32-true", "bf16-mixed", "bf16-true")]
+MOVES = [move for move in MOVES if move[2] != "bf16-true" or move[0][0].startswith(("fsdp", "zero"))]  # have master weights
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -29,20 +32,14 @@ def test_parity(kind: str, size: int, window: int, clip: float | None, precision
     assert_parity(kind, size, window, clip, precision)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("kind, size", [*FSDP_ENDS, *OTHER_ENDS])
-def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> None:
-    """Saved under one configuration, resumed under all; from other strategies, under those of FSDP."""
+@pytest.mark.grid
+@pytest.mark.parametrize("source, target, precision", MOVES, ids=name_of)
+def test_portability(source: tuple[str, int], target: tuple[str, int], precision: str, sources: Path) -> None:
+    """Saved under one configuration, resumed under another, of which one at least is FSDP's."""
     make = Calm if precision == "bf16-true" else RegressionModule
-    source = run_dir / "source"
-    together(size, {"save": (save, case(precision, make), kind, source)})
-    masters = kind.startswith(("fsdp", "zero"))
-    for other, count in FSDP_ENDS if (kind, size) in OTHER_ENDS else [*FSDP_ENDS, *OTHER_ENDS]:
-        if precision != "bf16-true":
-            assert_portable(source, other, count, precision, make)
-        elif masters:  # other strategies have no master weights; ZeRO, which is compared with, reduces gradients in bfloat16
-            exact = other.startswith(("fsdp", "zero"))
-            assert_portable(source, other, count, precision, make, exact=exact, limit=2e-2)
+    # ZeRO, which is compared with under bf16-true, reduces gradients in bfloat16
+    limit, exact = (None, True) if precision != "bf16-true" else (2e-2, target[0].startswith(("fsdp", "zero")))
+    assert_portable(saved(sources, *source, precision, make), *target, precision, make, exact=exact, limit=limit)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])

@@ -205,7 +205,7 @@ def resume(make: Any, kind: str, folder: Path) -> list[Record]:
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (Tied, "fsdp"),
+        pytest.param(Tied, "fsdp", marks=pytest.mark.fsdp),
         (Regression, "fsdp-tensor"),
         pytest.param(Regression, "fsdp-cpu", marks=pytest.mark.fsdp),
         pytest.param(Regression, "fsdp-replicas", marks=pytest.mark.fsdp),

@@ -44,6 +44,7 @@ sys.exit(7)
 """
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_script(run_dir: Path) -> None:
     """It is kept even if something aborts at exit. The script's output is complete, without output of DeepSpeed."""
     done = run_python("-c", SCRIPT)

@@ -10,15 +10,12 @@ import torch
 from helpers.resume.elastic import killed, parameters, resumed, undisturbed
 from helpers.runs.parity import Case, Recorder, RegressionModule, train
 from helpers.runs.replicas import together
-from helpers.zero.zero_cases import STAGES, strategy
+from helpers.zero.zero_cases import strategy
 from helpers.zero.zero_resume import ADAMW, SaveAtOnce, assert_portable, case, go_on, save, tensors
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from trainkit import Callback
 from trainkit.errors import StateMismatchError
-
-UNDER = [("auto", 1), ("ddp", 2), *((kind, 2) for kind in STAGES if kind != "zero1-cpu"), ("zero3", 1), ("zero2", 3)]
-
 
 ZERO = pytest.mark.zero
 
@@ -39,16 +36,6 @@ def test_exact_resume(kind: str, precision: str, run_dir: Path) -> None:
     killed(small, broken, 2, 0, (1, 2), strategy=strategy(kind))
     assert resumed(small, broken, 2, 1, strategy=strategy(kind)) == expected
     assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
-
-
-@ZERO
-@pytest.mark.parametrize("kind, size", UNDER)
-def test_portability(kind: str, size: int, run_dir: Path) -> None:
-    """Saved under one configuration, resumed under another; `test_zero_grid.py` has all pairs."""
-    together(size, {"save": (save, case(), kind, run_dir / "saved")})
-    assert len(tensors(run_dir / "saved")) == 4 + 3 * 4
-    here = UNDER.index((kind, size))
-    assert_portable(run_dir / "saved", *UNDER[here - 4])
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.resume.elastic import killed, parameters, resumed, undisturbed
 from helpers.runs.parity import Case, RegressionModule
-from helpers.runs.replicas import together
 from helpers.zero.zero_cases import NVME, STAGES, Calm, Wide, strategy
 from helpers.zero.zero_parity import assert_parity
-from helpers.zero.zero_resume import ADAMW, assert_portable, case, save
+from helpers.zero.zero_resume import ADAMW, assert_portable, name_of, saved
 
 pytestmark = pytest.mark.zero
 
@@ -20,6 +20,8 @@ SOURCES = [("auto", 1), ("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 2), ("
 TARGETS = [("auto", 1), ("ddp", 2), ("ddp", 3)]
 TARGETS += [(kind, size) for kind in ("zero1", "zero2", "zero3", "zero3-both-cpu", "zero3-both-nvme") for size in (1, 2)]
 TARGETS += [("zero2", 3), ("zero3", 3)]
+MOVES = list(product(SOURCES, TARGETS, ["32-true", "bf16-mixed", "bf16-true"]))
+MOVES = [move for move in MOVES if move[2] != "bf16-true" or move[0][0].startswith("zero")]  # others have no master weights
 
 
 def made(precision: str, *kinds: str) -> type:
@@ -38,20 +40,12 @@ def test_parity(kind: str, size: int, window: int, clip: float | None, precision
     assert_parity(kind, size, window, clip, precision, made(precision, kind))
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize("kind, size", SOURCES)
-def test_portability(kind: str, size: int, precision: str, run_dir: Path) -> None:
-    """Saved under one configuration, resumed under all."""
-    for make in (made(precision), Wide):
-        targets = [target for target in TARGETS if made(precision, kind, target[0]) is make]
-        source = run_dir / make.__name__
-        if targets:
-            together(size, {"save": (save, case(precision, make), kind, source)})
-        for other, count in targets:
-            if precision != "bf16-true":
-                assert_portable(source, other, count, precision, make)
-            elif kind.startswith("zero"):  # other strategies have no master weights
-                assert_portable(source, other, count, precision, make, exact=other.startswith("zero"))
+@pytest.mark.grid
+@pytest.mark.parametrize("source, target, precision", MOVES, ids=name_of)
+def test_portability(source: tuple[str, int], target: tuple[str, int], precision: str, sources: Path) -> None:
+    """Saved under one configuration, resumed under another."""
+    make, exact = made(precision, source[0], target[0]), precision != "bf16-true" or target[0].startswith("zero")
+    assert_portable(saved(sources, *source, precision, make), *target, precision, make, exact=exact)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
