@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -574,7 +575,7 @@ def _next_indices(iterator: Iterator[Any], size: int | None, drop_last: bool) ->
     """The next index, or the next `size` indices; StopIteration at the end."""
     if size is None:
         return next(iterator)
-    indices = [index for _, index in zip(range(size), iterator)]  # noqa: B905 - the iterator may be longer
+    indices = list(islice(iterator, size))
     if not indices or (drop_last and len(indices) < size):
         raise StopIteration
     return indices
