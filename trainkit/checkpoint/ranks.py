@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -74,12 +74,12 @@ def run_on_all_ranks(
         failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
         if not failures and answer is not None:
             answered = _try(lambda: answer([value for value, _ in reports]), errors_here)
-            return [answered, [0, 1, False, *_describe(errors_here[0])] if errors_here else None]
+            return [answered, _FailureReply(0, 1, False, *_describe(errors_here[0])) if errors_here else None]
         if not failures:
             return [reports[0][0], None]
         rank, first = next(iter(failures.items()))
         everywhere = len(failures) == group.size and all(failure == first for failure in failures.values())
-        return [None, [rank, len(failures), everywhere, *first]]
+        return [None, _FailureReply(rank, len(failures), everywhere, *first)]
 
     sent = result if answer is not None or group.rank == 0 else None
     value, failure = group.collect([sent, _describe(errors_here[0]) if errors_here else None], reply)
@@ -88,9 +88,36 @@ def run_on_all_ranks(
         raise error
     if failure is None:
         return value
-    if failure[2] and error is not None:
+    first_failure = _FailureReply(*failure)
+    if first_failure.everywhere and error is not None:
         raise error
-    raise _first_error(failure, otherwise) from error
+    raise first_failure.error(otherwise) from error
+
+
+class _FailureReply(NamedTuple):
+    """What the main process replies if a rank has failed; JSON.
+
+    Attributes:
+        rank: The first rank that failed.
+        failed: Number of ranks that failed.
+        everywhere: All failed, with the same error.
+        name: The class of its error.
+        text: Its message.
+    """
+
+    rank: int
+    failed: int
+    everywhere: bool
+    name: str
+    text: str
+
+    def error(self, otherwise: type[CheckpointError]) -> TrainkitError:
+        """The error to raise; of class `otherwise` if it is not one of trainkit's."""
+        where = f"rank {self.rank}" + (f" (and {self.failed - 1} more)" if self.failed > 1 else "")
+        kind = getattr(errors, self.name, None)
+        if isinstance(kind, type) and issubclass(kind, TrainkitError):
+            return kind(f"{where}: {self.text}")
+        return otherwise(f"{where}: {self.name}: {self.text}")
 
 
 def _try(work: Callable[[], Any], errors_here: list[BaseException]) -> Any:
@@ -104,16 +131,6 @@ def _try(work: Callable[[], Any], errors_here: list[BaseException]) -> Any:
 
 def _describe(error: BaseException) -> list[str]:
     return [type(error).__name__, str(error) or type(error).__name__]
-
-
-def _first_error(failure: list[Any], otherwise: type[CheckpointError]) -> TrainkitError:
-    """The error of the first rank that failed, from the reply of the main process."""
-    rank, count, _, name, text = failure
-    where = f"rank {rank}" + (f" (and {count - 1} more)" if count > 1 else "")
-    kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, TrainkitError):
-        return kind(f"{where}: {text}")
-    return otherwise(f"{where}: {name}: {text}")
 
 
 def wait_for_path(path: Path) -> bool:
