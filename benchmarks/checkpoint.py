@@ -28,26 +28,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from report import Column, Report, Spread, json_option
 
 MEASURE = Path(__file__).with_name("checkpoint_cases.py")
 
 
 @dataclass
 class Row:
-    """One line of the table: what is measured, the maximum ratio, and the unit."""
+    """One line of the table: what is measured, and the maximum ratio."""
 
     name: str
     title: str
     limit: float | None = None
-    unit: str = "s"
 
 
 LOADS = [
@@ -61,8 +60,8 @@ LOADS = [
 ]
 CASES = {
     "save": [
-        Row("bytes", "bytes: files / tensors", 1.01, "MB"),
-        Row("handed", "bytes: handed to the system / tensors", 1.01, "MB"),
+        Row("bytes", "bytes: files / tensors, MB", 1.01),
+        Row("handed", "bytes: handed to the system / tensors, MB", 1.01),
         Row("save_control", "save: plain write + fsync + hash / itself"),
         Row("save", "save: Accelerator.save_state", 1.25),
     ],
@@ -76,10 +75,10 @@ CASES = {
         Row("stall", "stall: later ones", 2.0),
     ],
     "load": LOADS,
-    "memory_save": [Row("memory_save", "memory: save / largest tensor", 1.1, "MB")],
-    "memory_stall": [Row("memory_stall", "memory: asynchronous saves / state", 1.1, "MB")],
-    "memory_read": [Row("memory_read", "memory: read and verify / state", None, "MB")],
-    "memory_load": [Row("memory_load", "memory: Accelerator.load_state / state", None, "MB")],
+    "memory_save": [Row("memory_save", "memory: save / largest tensor, MB", 1.1)],
+    "memory_stall": [Row("memory_stall", "memory: asynchronous saves / state, MB", 1.1)],
+    "memory_read": [Row("memory_read", "memory: read and verify / state, MB")],
+    "memory_load": [Row("memory_load", "memory: Accelerator.load_state / state, MB")],
 }
 
 
@@ -96,30 +95,6 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, list[tuple[fl
     return pairs
 
 
-def summary(row: Row, pairs: list[tuple[float, float]]) -> dict[str, Any]:
-    """Medians, and the range of the ratios."""
-    ratios = sorted(own / other for own, other in pairs)
-    return {
-        **asdict(row),
-        "trainkit": statistics.median(own for own, _ in pairs),
-        "reference": statistics.median(other for _, other in pairs),
-        "ratio": statistics.median(ratios),
-        "lowest": ratios[0],
-        "highest": ratios[-1],
-        "pairs": pairs,
-    }
-
-
-def line(row: dict[str, Any]) -> str:
-    """A row as text."""
-    digits = 3 if row["unit"] == "s" else 1
-    text = f"{row['title']:<44}{row['trainkit']:>9.{digits}f}{row['reference']:>11.{digits}f} {row['unit']:<2}"
-    text += f"{row['ratio']:>8.3f} ({row['lowest']:.3f}–{row['highest']:.3f})"
-    if row["limit"] is not None:
-        text = f"{text:<92}≤ {row['limit']:.2f} {'met' if row['ratio'] <= row['limit'] else 'MISSED'}"
-    return text
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=list(CASES), metavar="CASE", help=f"some of: {', '.join(CASES)}")
@@ -127,17 +102,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="of what is timed (default: 7); memory is measured 3 times")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--layers", type=int, default=12, help="of the model (default: 12; fewer only to try the program)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    json_option(parser)
     return parser.parse_args()
 
 
 def main() -> int:
     """Measure, print, and return 1 if a limit is exceeded."""
     arguments = parse_arguments()
-    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else float("nan")
-    print(f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, load {load:.1f}")
-    print(f"{'':<44}{'trainkit':>9}{'reference':>11}{'ratio (range)':>21}")
-    rows = []
+    report = Report(threads=arguments.threads, layers=arguments.layers)
+    table = report.table("s, or MB", Column("trainkit", 3), Column("reference", 3), Column("ratio (range)", 3))
     for case in arguments.only or CASES:
         pairs: dict[str, list[tuple[float, float]]] = {}
         for _ in range(min(arguments.repeats, 3) if case.startswith("memory") else 1):
@@ -145,13 +118,10 @@ def main() -> int:
                 pairs.setdefault(name, []).extend(found)
         for row in CASES[case]:
             if pairs.get(row.name):
-                rows.append(summary(row, pairs[row.name]))
-                print(line(rows[-1]), flush=True)
-    if arguments.json:
-        facts = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(), "load": load}
-        facts |= {"threads": arguments.threads, "layers": arguments.layers}
-        arguments.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
-    return int(any(row["limit"] is not None and row["ratio"] > row["limit"] for row in rows))
+                own, reference = (statistics.median(pair[place] for pair in pairs[row.name]) for place in (0, 1))
+                ratio = Spread.of([pair[0] / pair[1] for pair in pairs[row.name]])
+                table.add(row.title, own, reference, ratio, judged=ratio.median, most=row.limit)
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":

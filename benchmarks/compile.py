@@ -14,7 +14,6 @@ import argparse
 import json
 import logging
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import Column, Report, Spread, json_option
 
 from trainkit import Callback, Trainer
 from trainkit.cli.demo import ByteGPT
@@ -67,18 +67,18 @@ def measured(way: str, arguments: argparse.Namespace, cache: str) -> dict[str, f
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, default=8, help="blocks of the model")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=2, help="turns")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    json_option(parser)
     parser.add_argument("--run", choices=WAYS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.run:
         print(json.dumps(run(arguments.run, arguments.depth, arguments.steps, arguments.threads)))
-        return
+        return 0
     turns: list[dict[str, dict[str, float]]] = []
     for _ in range(arguments.repeats):
         turn = {}
@@ -87,16 +87,14 @@ def main() -> None:
                 turn[way] = measured(way, arguments, cache)
                 turn[way]["cached"] = measured(way, arguments, cache)["first"]
         turns.append(turn)
-    print(f"torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores, threads {arguments.threads}; ", end="")
-    print(f"{arguments.depth} blocks, batch {BATCH} × {CONTEXT}")
-    print(f"{'':<10}{'first (s)':>12}{'cached (s)':>12}{'step (ms)':>12}{'step ratio':>12}")
+    report = Report(threads=arguments.threads, blocks=arguments.depth, batch=f"{BATCH} × {CONTEXT}")
+    table = report.table("compile", Column("first, s", 2), Column("cached, s", 2), Column("step, ms"), Column("step: ratio", 3))
     for way in WAYS:
         first, cached, step = (statistics.median(turn[way][name] for turn in turns) for name in ("first", "cached", "step"))
-        ratio = statistics.median(turn[way]["step"] / turn["eager"]["step"] for turn in turns)
-        print(f"{way:<10}{first:>12.2f}{cached:>12.2f}{step * 1e3:>12.1f}{ratio:>12.3f}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(turns, indent=1) + "\n")
+        ratio = Spread.of([turn[way]["step"] / turn["eager"]["step"] for turn in turns])
+        table.add(way, first, cached, step * 1e3, ratio)
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -17,6 +17,7 @@ import sys
 from typing import Any
 
 from pairs import BATCH, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, own_loop, work
+from report import Report
 from torch.utils.data import DataLoader
 
 LIMIT = 1.03
@@ -63,7 +64,9 @@ def main() -> int:
     if arguments.work:
         work(arguments, CONTENDERS)
         return 0
-    return compare(__file__, arguments, CONTENDERS)
+    report = Report()
+    compare(report, __file__, arguments, CONTENDERS)
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from report import Column, Report, json_option
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(__file__).with_name("faults_contenders.py")
 
@@ -373,24 +375,25 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
     parser.add_argument("--kills", type=int, help="kills or flipped bits of a part (default: 12 or 6, 20, 4)")
     parser.add_argument("--python", default=sys.executable, help="interpreter for the other frameworks (default: this one)")
+    json_option(parser)
     return parser.parse_args()
 
 
-def main() -> None:
+def main() -> int:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process behind
     other = os.path.abspath(shutil.which(arguments.python) or arguments.python)
     pythons = {name: sys.executable if name == "trainkit" else other for name in arguments.contender}
     versions = {name: version(name, python) for name, python in pythons.items()}
-    print("; ".join(f"{TITLES[name]} {found or 'not installed, skipped'}" for name, found in versions.items()))
+    report = Report(**{TITLES[name]: found or "not installed, skipped" for name, found in versions.items()})
     with tempfile.TemporaryDirectory() as base:
         contenders = [Contender(name, pythons[name], Path(base), arguments.kills) for name in pythons if versions[name]]
-        print("\n| | " + " | ".join(TITLES[contender.name] for contender in contenders) + " |")
-        print("|---" * (len(contenders) + 1) + "|")
+        table = report.table("after a fault", *(Column(TITLES[contender.name]) for contender in contenders))
         for part in arguments.part:
             title, measure = PARTS[part]
-            print(f"| {title} | " + " | ".join(measure(contender) for contender in contenders) + " |", flush=True)
+            table.add(title, *(measure(contender) for contender in contenders))
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

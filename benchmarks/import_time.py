@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-import torch
+from report import Column, Report, Spread, json_option
 
-LIMIT_S = 0.1
+LIMIT_MS = 100
 ROOT = Path(__file__).resolve().parent.parent
 
+DIFFERENCE = "difference, pair by pair"
 TORCH = "import torch"
 BOTH = "import torch, trainkit"
 APART = "import trainkit"
@@ -38,9 +37,10 @@ def seconds(*programs: str) -> list[float]:
     return times
 
 
-def measure(repeats: int) -> dict[str, float]:
-    """Medians in seconds."""
-    seconds(TORCH, APART, NAMES)  # warm up: write the byte code, fill the page cache
+def measure(repeats: int) -> dict[str, list[float]]:
+    """Seconds."""
+    if repeats > 1:  # a single one only tries the program
+        seconds(TORCH, APART, NAMES)  # warm up: write the byte code, fill the page cache
     alone, both, after, names = [], [], [], []
     for _ in range(repeats):
         alone += seconds(TORCH)
@@ -49,11 +49,11 @@ def measure(repeats: int) -> dict[str, float]:
         after.append(one)
         names.append(two)
     return {
-        "torch": statistics.median(alone),
-        "torch_and_trainkit": statistics.median(both),
-        "difference": statistics.median(b - a for a, b in zip(alone, both, strict=True)),
-        "trainkit_after_torch": statistics.median(after),
-        "names": statistics.median(names),
+        "import torch": alone,
+        "import torch, trainkit": both,
+        DIFFERENCE: [b - a for a, b in zip(alone, both, strict=True)],
+        "import trainkit after torch": after,
+        "first use of the four names": names,
     }
 
 
@@ -61,19 +61,15 @@ def main() -> int:
     """Measure, print, and return 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=15, help="pairs of processes (default: 15)")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    json_option(parser)
     arguments = parser.parse_args()
 
-    figures = measure(arguments.repeats)
-    print(f"torch {torch.__version__}, Python {platform.python_version()}, median of {arguments.repeats}")
-    print(f"import torch                    {figures['torch'] * 1e3:8.1f} ms")
-    print(f"import torch, trainkit          {figures['torch_and_trainkit'] * 1e3:8.1f} ms")
-    print(f"difference, pair by pair        {figures['difference'] * 1e3:8.1f} ms   (limit {LIMIT_S * 1e3:.0f} ms)")
-    print(f"import trainkit after torch     {figures['trainkit_after_torch'] * 1e3:8.1f} ms")
-    print(f"first use of the four names     {figures['names'] * 1e3:8.1f} ms")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
-    return int(figures["difference"] > LIMIT_S)
+    report = Report()
+    table = report.table("import", Column("ms (range)"))
+    for name, found in measure(arguments.repeats).items():
+        times = Spread.of([each * 1e3 for each in found])
+        table.add(name, times, judged=times.median, most=LIMIT_MS if name == DIFFERENCE else None)
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":

@@ -8,39 +8,34 @@ after each chunk of steps and never run at the same time, so that other load on 
 median over its chunks of contender / baseline. The table shows the median and the range of five pairs, each a pair of new
 processes. Startup and the first 300 steps are not counted.
 
-"wall" is wall-clock time, to which the limits apply by default. "CPU" is the processor time of the process: use it on a machine
-that runs other programs too (`--clock cpu`), since it does not include the time spent waiting for them. Progress bars are drawn
-on a pseudo-terminal, which this program reads. Linux and macOS only.
+"cpu" is the processor time of the process, to which the limits apply: it does not include the time spent waiting for other
+programs. "wall" is wall-clock time (`--clock wall`). Progress bars are drawn on a pseudo-terminal, which this program reads.
+Linux and macOS only.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
-import json
 import os
-import platform
 import pty
 import shutil
-import statistics
 import struct
 import subprocess
 import sys
 import tempfile
 import termios
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from pairs import CLOCKS, ROOT, Runner, add_table, ratios
+from report import Report, json_option, progress
+
 CONTENDERS = Path(__file__).with_name("overhead_contenders.py")
 
 STEPS, CHUNKS = 500, 10  # of the small network: a chunk takes about 0.1 s, as long as a progress bar waits between refreshes
 WIDE_STEPS = 100
-# After use, glibc returns large blocks to the system and requests them again: in some processes at every step, in others never.
-# That costs a third of a step of the wide network, and does not depend on the framework.
-KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
 
 
 @dataclass
@@ -54,6 +49,11 @@ class Case:
     baseline: str = "raw"
     layers: int = 0
     package: str = "trainkit"
+
+    @property
+    def steps(self) -> int:
+        """The number of steps in a chunk."""
+        return WIDE_STEPS if self.layers else STEPS
 
 
 CASES = [
@@ -81,49 +81,17 @@ CASES = [
 ]
 
 
-class Runner:
-    """A contender's process, which waits for a signal before each chunk of steps."""
-
-    def __init__(self, python: str, contender: str, *, layers: int, chunks: int, core: int | None, folder: Path) -> None:
-        self.steps = WIDE_STEPS if layers else STEPS
-        turns, self._turns = os.pipe()
-        reports, reported = os.pipe()
-        terminal, screen = pty.openpty()
-        fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-        command = [python, str(CONTENDERS), contender, f"--steps={self.steps}", f"--chunks={chunks}"]
-        command += [f"--turns={turns}", f"--reports={reported}"]
-        command += [f"--layers={layers}"] + [f"--core={core}"] * (core is not None)
-        folder.mkdir()
-        self._errors = folder / "stderr"
-        with self._errors.open("wb") as errors:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=screen,
-                stderr=errors,
-                pass_fds=(turns, reported),
-                cwd=folder,
-                env={**os.environ, **KEEP_MEMORY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm"},
-            )
-        for descriptor in (turns, reported, screen):
-            os.close(descriptor)
-        self._reports = os.fdopen(reports)
-        threading.Thread(target=_drain, args=(terminal,), daemon=True).start()
-
-    def chunk(self) -> tuple[float, float]:
-        """Run one chunk; returns wall-clock and processor time, both in microseconds per step."""
-        try:
-            os.write(self._turns, b"!")
-            wall, process = map(float, self._reports.readline().split())
-        except (OSError, ValueError):
-            self._process.wait()
-            raise RuntimeError(f"a contender ended early:\n{self._errors.read_text()[-2000:]}") from None
-        return wall / self.steps * 1e6, process / self.steps * 1e6
-
-    def close(self) -> None:
-        self._process.wait(60)
-        os.close(self._turns)
-        self._reports.close()
+def start(python: str, case: Case, contender: str, arguments: argparse.Namespace, folder: Path) -> Runner:
+    """Start a contender's process on a terminal."""
+    folder.mkdir()
+    terminal, screen = pty.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [python, str(CONTENDERS), contender, f"--steps={case.steps}", f"--chunks={arguments.chunks}"]
+    command += [f"--layers={case.layers}"] + [f"--core={arguments.core}"] * (arguments.core is not None)
+    runner = Runner(command, folder, {"TERM": "xterm"}, stdout=screen)
+    os.close(screen)
+    threading.Thread(target=_drain, args=(terminal,), daemon=True).start()
+    return runner
 
 
 def _drain(terminal: int) -> None:
@@ -136,44 +104,12 @@ def _drain(terminal: int) -> None:
     os.close(terminal)
 
 
-def measure_pair(case: Case, python: str, core: int | None, chunks: int) -> dict[str, float]:
-    """One pair of processes: microseconds per step of each, and the ratios."""
+def measure_pair(case: Case, python: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """One pair of processes: milliseconds per step of each, and the ratios."""
     with tempfile.TemporaryDirectory() as folder:
-        pair = [
-            Runner(python, contender, layers=case.layers, chunks=chunks, core=core, folder=Path(folder) / name)
-            for name, contender in (("baseline", case.baseline), ("contender", case.contender))
-        ]
-        timed = [(pair[0].chunk(), pair[1].chunk()) for _ in range(chunks)]
-        for runner in pair:
-            runner.close()
-    figures: dict[str, float] = {}
-    for place, clock in enumerate(("wall", "cpu")):
-        figures[f"{clock}_baseline_us"] = statistics.median(baseline[place] for baseline, _ in timed)
-        figures[f"{clock}_us"] = statistics.median(contender[place] for _, contender in timed)
-        figures[f"{clock}_ratio"] = statistics.median(contender[place] / baseline[place] for baseline, contender in timed)
-    return figures
-
-
-def summary(case: Case, pairs: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians over the pairs, and the range of the ratios."""
-    row: dict[str, Any] = {**asdict(case), **{key: statistics.median(pair[key] for pair in pairs) for key in pairs[0]}}
-    for clock in ("wall", "cpu"):
-        ratios = [pair[f"{clock}_ratio"] for pair in pairs]
-        row[f"{clock}_lowest"], row[f"{clock}_highest"] = min(ratios), max(ratios)
-    row["pairs"] = pairs
-    return row
-
-
-def line(row: dict[str, Any], clock: str) -> str:
-    """Format a row as text."""
-    extra = row[f"{clock}_us"] - row[f"{clock}_baseline_us"]
-    cells = [f"{row['title']:<36}{row[f'{clock}_baseline_us']:>10.1f}{row[f'{clock}_us']:>10.1f}{extra:>+9.1f}"]
-    for each in ("wall", "cpu"):
-        cells.append(f"{row[f'{each}_ratio']:>8.3f} ({row[f'{each}_lowest']:.3f}-{row[f'{each}_highest']:.3f})")
-    if row["limit"] is not None:
-        met = row[f"{clock}_ratio"] <= row["limit"]
-        cells.append(f"  ≤ {row['limit']:.2f} {'met' if met else 'MISSED'}")
-    return "".join(cells)
+        both = (("baseline", case.baseline), ("contender", case.contender))
+        runners = [start(python, case, contender, arguments, Path(folder) / name) for name, contender in both]
+        return ratios(runners, arguments.chunks, case.steps)
 
 
 def find(python: str, package: str) -> str | None:
@@ -208,38 +144,29 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--python", default=sys.executable, help="interpreter for the other frameworks (default: this one)")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of processes for each case (default: 5)")
     parser.add_argument("--chunks", type=int, default=CHUNKS, help=f"chunks of steps in a pair (default: {CHUNKS})")
-    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="which one is held against the limits")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="which one is held against the limits (default: cpu)")
     parser.add_argument("--core", type=int, help="stay on this core (default: the last one that may be used)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    json_option(parser)
     return parser.parse_args()
 
 
 def main() -> int:
     """Measure, print, and return 1 if a limit is exceeded."""
     arguments = parse_arguments()
-    core: int | None = arguments.core
-    if core is None and hasattr(os, "sched_getaffinity"):
-        core = max(os.sched_getaffinity(0))
+    if arguments.core is None and hasattr(os, "sched_getaffinity"):
+        arguments.core = max(os.sched_getaffinity(0))
     arguments.python = shutil.which(arguments.python) or arguments.python
-    load = os.getloadavg()[0]
-    print(f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, load {load:.1f}, core {core}")
+    report = Report(core=arguments.core)
     cases = choose(arguments)
     pairs: dict[str, list[dict[str, float]]] = {case.name: [] for case, _ in cases}
     for repeat in range(arguments.repeats):  # all cases in each repeat, so that a slow period affects all cases
         for case, python in cases:
-            print(f"\r{repeat + 1}/{arguments.repeats} {case.name:<20}", end="", file=sys.stderr, flush=True)
-            pairs[case.name].append(measure_pair(case, python, core, arguments.chunks))
-    print("\r" + " " * 30 + "\r", end="", file=sys.stderr)
-
-    rows = [summary(case, pairs[case.name]) for case, _ in cases]
-    print(f"µs a step: {arguments.clock}\n{'':<36}{'baseline':>10}{'it':>10}{'extra':>9}", end="")
-    print(f"{'wall: ratio (range)':>24}{'CPU: ratio (range)':>24}")
-    for row in rows:
-        print(line(row, arguments.clock))
-    if arguments.json:
-        facts = {"python": platform.python_version(), "machine": platform.machine(), "cores": os.cpu_count(), "load": load}
-        arguments.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
-    return int(any(row["limit"] is not None and row[f"{arguments.clock}_ratio"] > row["limit"] for row in rows))
+            progress(f"{repeat + 1}/{arguments.repeats} {case.name}")
+            pairs[case.name].append(measure_pair(case, python, arguments))
+    progress()
+    rows = [(case.title, case.limit, pairs[case.name]) for case, _ in cases]
+    add_table(report, "µs a step", rows, arguments.clock, scale=1e3)
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":

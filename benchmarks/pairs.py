@@ -9,9 +9,8 @@ ratio for the processor time of all processes, without the time that they wait f
 from __future__ import annotations
 
 import argparse
-import json
+import contextlib
 import os
-import platform
 import socket
 import statistics
 import subprocess
@@ -22,9 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+from report import Column, Report, Spread, json_option, progress
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
@@ -34,8 +34,10 @@ __all__ = [
     "ROOT",
     "STEPS",
     "WARM_UP",
+    "Clock",
     "Clocked",
     "Contender",
+    "Runner",
     "adamw",
     "argument_parser",
     "compare",
@@ -50,7 +52,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
-WARM_UP, AFTER = 20, 3  # steps before the first chunk, and after the last: batches fetched in advance
+WARM_UP, AFTER = 20, 3  # steps before the first chunk, and after the last
 SAMPLES = 512  # number of different samples
 
 WIDTHS = (1280, 2048, 2048, 1536)
@@ -58,6 +60,7 @@ CONTEXT = 64
 BATCH = {"mlp": 32, "gpt": 16, "gpt5": 16, "gpt_wide": 8}
 STEPS = {"mlp": 8, "gpt": 5, "gpt5": 5, "gpt_wide": 3}  # per chunk
 MODELS = ("mlp", "gpt")  # of a benchmark that names no others
+CLOCKS = ("wall", "cpu")
 GPT = {"gpt": {}, "gpt5": {"depth": 5}, "gpt_wide": {"width": 384, "depth": 6, "heads": 6}}
 # Otherwise glibc returns large blocks to the system and requests them again, in some processes at every step.
 KEEP_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 30)}
@@ -83,32 +86,64 @@ class Contender:
 # ------------------------------------------------------------------------------------------------ a process of a world
 
 
-class Clocked(Dataset[Any]):
-    """Ready samples. The clock is in the data, so that the measurement adds nothing to a loop.
+class Clock:
+    """Waits for a signal before each chunk of steps, and reports wall-clock and processor time of the chunk in seconds.
 
-    Before each chunk, a byte is read from `turns`. After it, its wall-clock and processor time in seconds are written to
-    `reports`.
+    Args:
+        steps: steps of a chunk.
+        chunks: number of chunks.
+        turns: file descriptor from which a byte is read before each chunk.
+        reports: file descriptor to which a line is written after each chunk.
+        wait: waits for the devices.
+        cpu: processor time so far.
+        after: steps after the last chunk: batches fetched in advance.
+
+    Attributes:
+        batches: number of steps in all.
     """
 
+    def __init__(
+        self,
+        steps: int,
+        chunks: int,
+        turns: int,
+        reports: int,
+        wait: Callable[[], object] = lambda: None,
+        cpu: Callable[[], float] = time.process_time,
+        after: int = AFTER,
+    ) -> None:
+        self._steps, self._chunks, self._turns, self._reports = steps, chunks, turns, reports
+        self._wait, self._cpu = wait, cpu
+        self.batches = WARM_UP + chunks * steps + after
+        self._done, self._began = 0, (0.0, 0.0)
+
+    def step(self) -> None:
+        """Call this at the start of each step."""
+        chunk, place = divmod(self._done - WARM_UP, self._steps)
+        self._done += 1
+        if place or not 0 <= chunk <= self._chunks:
+            return
+        self._wait()
+        if chunk > 0:
+            wall, cpu = time.perf_counter() - self._began[0], self._cpu() - self._began[1]
+            os.write(self._reports, f"{wall} {cpu}\n".encode())
+        if chunk < self._chunks:
+            os.read(self._turns, 1)
+            self._began = time.perf_counter(), self._cpu()
+
+
+class Clocked(Dataset[Any]):
+    """Ready samples. The clock is in the data, so that the measurement adds nothing to a loop."""
+
     def __init__(self, samples: list[Any], model: str, chunks: int, turns: int, reports: int) -> None:
-        self._samples, self._steps, self._chunks = samples, STEPS[model], chunks
-        self._turns, self._reports = turns, reports
-        self.batches = WARM_UP + chunks * self._steps + AFTER
-        self._length = self.batches * BATCH[model] * RANKS
-        self._fetched, self._began = 0, (0.0, 0.0)
+        self._samples, self._clock = samples, Clock(STEPS[model], chunks, turns, reports)
+        self._length = self._clock.batches * BATCH[model] * RANKS
 
     def __len__(self) -> int:
         return self._length
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
-        chunk, place = divmod(self._fetched - WARM_UP, self._steps)
-        self._fetched += 1
-        if place == 0 and 0 < chunk <= self._chunks:
-            wall, cpu = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
-            os.write(self._reports, f"{wall} {cpu}\n".encode())
-        if place == 0 and 0 <= chunk < self._chunks:
-            os.read(self._turns, 1)
-            self._began = time.perf_counter(), time.process_time()
+        self._clock.step()
         return [self._samples[index % SAMPLES] for index in indices]
 
     def __getitem__(self, index: int) -> Any:
@@ -207,83 +242,106 @@ def work(arguments: argparse.Namespace, contenders: Mapping[str, Contender]) -> 
 # ------------------------------------------------------------------------------------------------ the measurement
 
 
+class Runner:
+    """A process that waits for a signal before each chunk of steps.
+
+    Args:
+        command: its command line, to which `--turns` and `--reports` are added.
+        folder: it runs there, and its errors are written there.
+        environment: variables in addition to those of this process.
+        stdout: its output; by default the same file as its errors.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], stdout: int | None = None) -> None:
+        turns, self._turns = os.pipe()
+        reports, reported = os.pipe()
+        self._errors = folder / f"stderr-{environment.get('RANK', '0')}"
+        with self._errors.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*command, f"--turns={turns}", f"--reports={reported}"],
+                stdin=subprocess.DEVNULL,
+                stdout=file if stdout is None else stdout,
+                stderr=file,
+                pass_fds=(turns, reported),
+                cwd=folder,
+                env={**os.environ, **KEEP_MEMORY, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+            )
+        os.close(turns)
+        os.close(reported)
+        self._reports: IO[str] = os.fdopen(reports)
+
+    def begin(self) -> None:
+        """Let it run one chunk."""
+        with contextlib.suppress(OSError):  # it has ended: `end` says why
+            os.write(self._turns, b"!")
+
+    def end(self) -> tuple[float, float]:
+        """Wall-clock and processor time of the chunk, in seconds."""
+        try:
+            wall, cpu = map(float, self._reports.readline().split())
+        except ValueError:
+            self._process.kill()
+            self._process.wait()
+            raise RuntimeError(f"a process ended early:\n{self._errors.read_text()[-3000:]}") from None
+        return wall, cpu
+
+    def chunk(self) -> tuple[float, float]:
+        """Run one chunk, alone."""
+        self.begin()
+        return self.end()
+
+    def close(self) -> None:
+        os.close(self._turns)
+        self._reports.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 class World:
     """The processes of one contender, which wait for a signal before each chunk of steps."""
 
-    def __init__(self, script: str, model: str, contender: str, chunks: int, folder: Path, ranks: int) -> None:
+    def __init__(
+        self, script: str, model: str, contender: str, arguments: argparse.Namespace, folder: Path, ranks: int
+    ) -> None:
         folder.mkdir()
-        self._steps = STEPS[model]
-        self._processes, self._turns, self._reports, self._errors = [], [], [], []
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
+        command = [sys.executable, script, "--work", contender, "--model", model, f"--chunks={arguments.chunks}"]
+        self._runners = []
         for rank in range(ranks):
-            turns, our_turns = os.pipe()
-            our_reports, reports = os.pipe()
-            env = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-            errors = folder / f"stderr-{rank}"
-            command = [sys.executable, script, "--work", contender, "--model", model, f"--chunks={chunks}"]
-            with errors.open("wb") as file:
-                process = subprocess.Popen(
-                    [*command, f"--turns={turns}", f"--reports={reports}"],
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                    pass_fds=(turns, reports),
-                    cwd=folder,
-                    env={
-                        **os.environ,
-                        **KEEP_MEMORY,
-                        **{name: str(value) for name, value in env.items()},
-                        "MASTER_ADDR": "127.0.0.1",
-                        "PYTHONPATH": str(ROOT),
-                        "OMP_NUM_THREADS": "1",
-                    },
-                )
-            os.close(turns)
-            os.close(reports)
-            self._processes.append(process)
-            self._turns.append(our_turns)
-            self._reports.append(os.fdopen(our_reports))
-            self._errors.append(errors)
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
+            environment = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
+            self._runners.append(Runner([*command, *arguments.more], folder, environment))
 
     def chunk(self) -> tuple[float, float]:
-        """Run one chunk; returns milliseconds per step of the slower process, and of processor time of all processes."""
-        try:
-            for turns in self._turns:
-                os.write(turns, b"!")
-            walls, cpus = zip(*(map(float, report.readline().split()) for report in self._reports), strict=True)
-        except (OSError, ValueError):
-            said = "\n".join(errors.read_text()[-2000:] for errors in self._errors)
-            self.close()
-            raise RuntimeError(f"a process ended early:\n{said}") from None
-        return max(walls) / self._steps * 1e3, sum(cpus) / self._steps * 1e3
+        """Run one chunk; returns seconds of the slower process, and of processor time of all processes."""
+        for runner in self._runners:
+            runner.begin()
+        walls, cpus = zip(*(runner.end() for runner in self._runners), strict=True)
+        return max(walls), sum(cpus)
 
     def close(self) -> None:
-        for turns, reports in zip(self._turns, self._reports, strict=True):
-            os.close(turns)
-            reports.close()
-        for process in self._processes:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for runner in self._runners:
+            runner.close()
 
 
-def measure_pair(script: str, model: str, names: tuple[str, str], chunks: int, ranks: int) -> dict[str, float]:
-    """Milliseconds per step by hand and of the contender, and the ratios."""
-    with tempfile.TemporaryDirectory() as folder:
-        pair = [World(script, model, name, chunks, Path(folder) / f"{place}", ranks) for place, name in enumerate(names)]
+def ratios(pair: Sequence[Any], chunks: int, steps: int) -> dict[str, float]:
+    """Let two runners or worlds take turns: the milliseconds per step of each, and the ratios."""
+    try:
         timed = [(pair[0].chunk(), pair[1].chunk()) for _ in range(chunks)]
-        for world in pair:
-            world.close()
-    return {
-        "by_hand_ms": statistics.median(by_hand[0] for by_hand, _ in timed),
-        "ms": statistics.median(its[0] for _, its in timed),
-        "ratio": statistics.median(its[0] / by_hand[0] for by_hand, its in timed),
-        "cpu_ratio": statistics.median(its[1] / by_hand[1] for by_hand, its in timed),
-    }
+    finally:
+        for each in pair:
+            each.close()
+    figures: dict[str, float] = {}
+    for place, clock in enumerate(CLOCKS):
+        figures[f"{clock}_by_hand_ms"] = statistics.median(by_hand[place] for by_hand, _ in timed) / steps * 1e3
+        figures[f"{clock}_ms"] = statistics.median(its[place] for _, its in timed) / steps * 1e3
+        figures[f"{clock}_ratio"] = statistics.median(its[place] / by_hand[place] for by_hand, its in timed)
+    return figures
 
 
 def argument_parser(doc: str | None, contenders: Sequence[str], models: Sequence[str] = MODELS) -> argparse.ArgumentParser:
@@ -292,11 +350,12 @@ def argument_parser(doc: str | None, contenders: Sequence[str], models: Sequence
     parser.add_argument("--only", nargs="+", choices=(*models, *contenders), help="some of the models and contenders")
     parser.add_argument("--repeats", type=int, default=5, help="pairs of worlds for each case (default: 5)")
     parser.add_argument("--chunks", type=int, default=16, help="chunks of steps in a pair (default: 16)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    json_option(parser)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--model", choices=models, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--reports", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(more=[])
     return parser
 
 
@@ -306,59 +365,64 @@ def _chosen(only: list[str] | None, contenders: Mapping[str, Contender], known: 
     return [(model, name) for model in models for name in names]
 
 
-def _summary(model: str, contender: Contender, pairs: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians over the pairs, and the ranges of the ratios."""
-    row: dict[str, Any] = {"model": model, "contender": contender.title, "limit": contender.limit}
-    row |= {key: statistics.median(pair[key] for pair in pairs) for key in pairs[0]}
-    for key in ("ratio", "cpu_ratio"):
-        row |= {f"{key}_lowest": min(pair[key] for pair in pairs), f"{key}_highest": max(pair[key] for pair in pairs)}
-    return row
-
-
-def _line(row: dict[str, Any]) -> str:
-    """Format a row as text."""
-    cells = [f"{row['model'] + ': ' + row['contender']:<36}{row['by_hand_ms']:>10.2f}{row['ms']:>10.2f}"]
-    for key in ("ratio", "cpu_ratio"):
-        cells.append(f"{row[key]:>10.3f} ({row[f'{key}_lowest']:.3f}-{row[f'{key}_highest']:.3f})")
-    if row["limit"] is not None:
-        cells.append(f"  ≤ {row['limit']:.2f} {'met' if row['ratio'] <= row['limit'] else 'MISSED'}")
-    return "".join(cells)
-
-
 def compare(
+    report: Report,
     script: str,
     arguments: argparse.Namespace,
     contenders: Mapping[str, Contender],
     more: Sequence[str] = (),
     ranks: int = RANKS,
     models: Sequence[str] = MODELS,
-) -> int:
-    """Measure and print; returns 1 if a limit is exceeded.
+    steps: Mapping[str, int] = STEPS,
+    clock: str = "wall",
+) -> dict[tuple[str, str], list[dict[str, float]]]:
+    """Measure, and add a table; returns the figures of each pair by model and contender.
 
     Args:
-        script: the file to run in each process, with `--work`.
+        report: gets the table.
+        script: the file to run in each process, with `--work` and with what is in `arguments.more`.
         arguments: those of `argument_parser`.
         contenders: by name; those that are only references must be in `more`.
         more: names of contenders that are not measured themselves.
         ranks: number of processes of a world.
         models: names of the models.
+        steps: number of steps of a chunk for each model.
+        clock: what the limits apply to, "wall" or "cpu".
     """
-    load = os.getloadavg()[0]
-    print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores, load {load:.1f}")
     cases = _chosen(arguments.only, {name: one for name, one in contenders.items() if name not in more}, models)
     pairs: dict[tuple[str, str], list[dict[str, float]]] = {case: [] for case in cases}
     for repeat in range(arguments.repeats):  # all cases in each repeat, so that a slow period affects all cases
         for model, name in cases:
-            print(f"\r{repeat + 1}/{arguments.repeats} {model} {name:<20}", end="", file=sys.stderr, flush=True)
-            both = (contenders[name].reference, name)
-            pairs[model, name].append(measure_pair(script, model, both, arguments.chunks, ranks))
-    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+            progress(f"{repeat + 1}/{arguments.repeats} {model} {name}")
+            with tempfile.TemporaryDirectory() as folder:
+                both = enumerate((contenders[name].reference, name))
+                worlds = [World(script, model, one, arguments, Path(folder) / f"{place}", ranks) for place, one in both]
+                pairs[model, name].append(ratios(worlds, arguments.chunks, steps[model]))
+    progress()
+    add_table(
+        report,
+        "ms a step",
+        [(f"{model}: {contenders[name].title}", contenders[name].limit, pairs[model, name]) for model, name in cases],
+        clock,
+    )
+    return pairs
 
-    print(f"{'ms a step':<36}{'by hand':>10}{'it':>10}{'wall: ratio (range)':>24}{'CPU: ratio (range)':>24}")
-    rows = [_summary(model, contenders[name], pairs[model, name]) for model, name in cases]
-    for row in rows:
-        print(_line(row))
-    if arguments.json:
-        facts = {"python": platform.python_version(), "torch": torch.__version__, "cores": os.cpu_count(), "load": load}
-        arguments.json.write_text(json.dumps({"facts": facts, "rows": rows}, indent=2) + "\n")
-    return int(any(row["limit"] is not None and row["ratio"] > row["limit"] for row in rows))
+
+def add_table(
+    report: Report, title: str, rows: Sequence[tuple[str, float | None, list[dict[str, float]]]], clock: str, scale: float = 1.0
+) -> None:
+    """Add a table of pairs.
+
+    Args:
+        report: gets the table.
+        title: of the table.
+        rows: name, limit and pairs of each.
+        clock: what the limits and the times refer to.
+        scale: factor for the times, which are in milliseconds.
+    """
+    columns = [Column("by hand", 2), Column("it", 2), Column("extra", 2)]
+    table = report.table(f"{title}, {clock}", *columns, *(Column(f"{each}: ratio (range)", 3) for each in CLOCKS))
+    for name, limit, pairs in rows:
+        by_hand, its = (statistics.median(pair[f"{clock}_{key}"] for pair in pairs) * scale for key in ("by_hand_ms", "ms"))
+        spreads = {each: Spread.of([pair[f"{each}_ratio"] for pair in pairs]) for each in CLOCKS}
+        table.add(name, by_hand, its, its - by_hand, *spreads.values(), judged=spreads[clock].median, most=limit)

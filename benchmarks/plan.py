@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from report import Column, Report, Table, json_option
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -56,6 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "fsdp, both on cpu": {"offload_params": "cpu"},
 }
+TITLES = {"tensors": "tensors", "rss": "RSS", "checkpoint": "checkpoint", "disk": "NVMe"}
 LIMIT, ACTIVATIONS_LIMIT, CHECKPOINT_LIMIT = 0.1, 0.15, 0.01
 seen_high: list[int] = []
 
@@ -262,7 +264,7 @@ def measure(kind: str, precision: str, size: int, arguments: argparse.Namespace)
         taken.bind(("", 0))
         port = taken.getsockname()[1]
     folder = tempfile.mkdtemp(prefix="benchmark-")
-    command = [sys.executable, __file__, "--work", kind, precision, folder, json.dumps(vars(arguments))]
+    command = [sys.executable, __file__, "--work", kind, precision, folder, json.dumps(vars(arguments), default=str)]
     processes = []
     for rank in range(size):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
@@ -284,16 +286,13 @@ def measure(kind: str, precision: str, size: int, arguments: argparse.Namespace)
     return {name: max(one[name] for one in found) for name in found[0]}
 
 
-def line(name: str, size: int, precision: str, row: dict[str, float], limit: float) -> tuple[str, bool]:
-    """Format a row as text; also returns whether it is within the limits."""
-    text, fine = f"{name:<26}{size:>2}  {precision:<10}", True
+def add(table: Table, name: str, row: dict[str, float], limit: float) -> None:
+    """Add what was measured, next to what the plan says."""
     limits = {"tensors": LIMIT, "rss": limit, "checkpoint": CHECKPOINT_LIMIT}
     for what, most in (limits | ({"disk": LIMIT} if row["said_disk"] else {})).items():
-        ratio = row[what] / row[f"said_{what}"]
-        good = abs(ratio - 1) <= most
-        fine &= good
-        text += f"{row[what] / 1e6:>10.1f}{row[f'said_{what}'] / 1e6:>9.1f}{ratio:>7.3f}{' ' if good else '!'}"
-    return text, fine
+        found, said = row[what], row[f"said_{what}"]
+        ratio = found / said
+        table.add(f"{name}: {TITLES[what]}", found / 1e6, said / 1e6, ratio, judged=ratio, least=1 - most, most=1 + most)
 
 
 def main() -> int:
@@ -307,12 +306,11 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=0, help="samples in a batch, of a model with attention")
     parser.add_argument("--tokens", type=int, default=128, help="tokens in a sample")
     parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward")
-    parser.add_argument("--json")
+    json_option(parser)
     arguments = parser.parse_args()
     limit = ACTIVATIONS_LIMIT if arguments.batch else LIMIT
-    heads = "".join(f"{what:>10}{'plan':>9}{'':>8}" for what in ("tensors", "RSS", "saved", "NVMe"))
-    print(f"{'MB, largest process':<40}{heads}".rstrip())
-    rows, bad = [], 0
+    report = Report()
+    table = report.table("MB, largest process", Column("measured"), Column("plan"), Column("ratio", 3))
     for kind in KINDS:
         chosen = arguments.only is None or any(kind.startswith(only) for only in arguments.only)
         if not chosen or ("nvme" in kind and arguments.nvme is None):
@@ -321,15 +319,9 @@ def main() -> int:
             for precision in arguments.precisions:
                 if (kind == "single" and size > 1) or (kind == "fsdp, both on cpu" and size == 1):
                     continue  # the second one plans a copy on the device, which a single process on a CPU does not make
-                row = measure(kind, precision, size, arguments)
-                text, fine = line(kind, size, precision, row, limit)
-                print(text, flush=True)
-                bad += not fine
-                rows.append({"strategy": kind, "processes": size, "precision": precision, **row})
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(rows, indent=1))
-    print(f"{len(rows) - bad} of {len(rows)} rows within {limit:.0%}, and {CHECKPOINT_LIMIT:.0%} for a checkpoint.")
-    return 1 if bad else 0
+                processes = "one process" if size == 1 else f"{size} processes"
+                add(table, f"{kind}, {processes}, {precision}", measure(kind, precision, size, arguments), limit)
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
-import platform
 import resource
 import socket
 import sys
@@ -25,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -35,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from report import Column, Report, json_option
 from torch import Tensor
 
 from trainkit.checkpoint import checkpoint_plan
@@ -392,67 +391,60 @@ def measure(size: int, message: float) -> dict[str, Any]:
     }
 
 
-def exceeded(row: dict[str, Any]) -> list[str]:
-    """The limits that a row exceeds."""
-    found = {
-        "boundary_10_cpu_ms": row["boundary_10"]["cpu_ms"],
-        "exchange_cpu_ms": max(row["exchange"]["cpu_ms"], row["exchange"]["collect_cpu_ms"]),
-        "manifest_s": row["manifest"]["s"],
-    }
-    wrong = [f"{name} {value:.3g} > {LIMITS[name]}" for name, value in found.items() if value > LIMITS[name]]
-    if row["word"]["hops"] > 2 * math.log2(row["ranks"]):
-        wrong.append(f"the control word is {row['word']['hops']} messages deep")
-    return wrong
+def limited(row: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """What has a limit, with its figure and its limit."""
+    yield "log boundary of 10 metrics, ms of CPU", row["boundary_10"]["cpu_ms"], LIMITS["boundary_10_cpu_ms"]
+    exchange = max(row["exchange"]["cpu_ms"], row["exchange"]["collect_cpu_ms"])
+    yield "exchange, ms of CPU at the main process", exchange, LIMITS["exchange_cpu_ms"]
+    yield "manifest, s", row["manifest"]["s"], LIMITS["manifest_s"]
+    yield "control word, messages one after the other", row["word"]["hops"], 2 * math.log2(row["ranks"])
 
 
-COLUMNS: list[tuple[str, str, str, str]] = [
-    ("ring hops", "word", "ring_hops", ".0f"),
-    ("ring ms", "word", "ring_ms", ".2f"),
-    ("hops", "word", "hops", ".0f"),
-    ("ms", "word", "ms", ".2f"),
-    ("every", "word", "every", ".0f"),
-    ("wait µs/step", "word", "wait_us", ".0f"),
-    ("log 10: CPU ms", "boundary_10", "cpu_ms", ".2f"),
-    ("messages", "boundary_10", "messages", ".0f"),
-    ("their CPU ms", "boundary_10", "message_cpu_ms", ".2f"),
-    ("bytes", "boundary_10", "bytes", ".0f"),
-    ("log 100: CPU ms", "boundary_100", "cpu_ms", ".2f"),
-    ("2 KB equal: CPU ms", "exchange", "cpu_ms", ".1f"),
-    ("MB", "exchange", "sent_mb", ".2f"),
-    ("2 KB collected: CPU ms", "exchange", "collect_cpu_ms", ".1f"),
-    ("MB", "exchange", "collect_sent_mb", ".2f"),
-    ("manifest s", "manifest", "s", ".3f"),
+COLUMNS: list[tuple[str, str, str, int]] = [
+    ("ring hops", "word", "ring_hops", 0),
+    ("ring ms", "word", "ring_ms", 2),
+    ("hops", "word", "hops", 0),
+    ("ms", "word", "ms", 2),
+    ("every", "word", "every", 0),
+    ("wait µs/step", "word", "wait_us", 0),
+    ("log 10: CPU ms", "boundary_10", "cpu_ms", 2),
+    ("messages", "boundary_10", "messages", 0),
+    ("their CPU ms", "boundary_10", "message_cpu_ms", 2),
+    ("bytes", "boundary_10", "bytes", 0),
+    ("log 100: CPU ms", "boundary_100", "cpu_ms", 2),
+    ("2 KB equal: CPU ms", "exchange", "cpu_ms", 1),
+    ("MB", "exchange", "sent_mb", 2),
+    ("2 KB collected: CPU ms", "exchange", "collect_cpu_ms", 1),
+    ("MB", "exchange", "collect_sent_mb", 2),
+    ("manifest s", "manifest", "s", 3),
 ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of ranks (powers of two from 2 to 4,096)")
-    parser.add_argument("--json", type=Path, help="a file for all figures")
+    json_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     with contextlib.suppress(ValueError, OSError):  # two file descriptors for each rank
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    message = message_cpu()
-    print(f"one message: {message * 1e6:.0f} µs of CPU; network: {ALPHA * 1e6:.0f} µs a message, {1e-9 / BETA:.2f} GB/s")
-    driven = drivers(4)
-    print("a step on 4 ranks, by what drives the word:", ", ".join(f"{name} {cpu:.0f} µs" for name, cpu in driven.items()))
-    print("\n" + " | ".join(["ranks", *(title for title, *_ in COLUMNS)]))
-    rows = []
+    report = Report(network=f"{ALPHA * 1e6:.0f} µs a message and {1e-9 / BETA:.2f} GB/s, a model")
+    message, driven = message_cpu(), drivers(4)
+    single = report.table("µs", Column("figure", 2))
+    single.add("one message, CPU", message * 1e6)
+    for name, cpu in driven.items():
+        single.add(f"a step on 4 ranks, what drives the word: {name}", cpu)
+    table = report.table("ranks", *(Column(title, digits) for title, _, _, digits in COLUMNS))
+    limits: list[tuple[str, float, float]] = []
     for size in options.ranks:
-        rows.append(measure(size, message))
-        cells = [f"{rows[-1][part][name]:>{len(title)}{form}}" for title, part, name, form in COLUMNS]
-        print(" | ".join([f"{size:>5}", *cells]), flush=True)
-    wrong = [f"{row['ranks']} ranks: {text}" for row in rows if row["ranks"] == LIMITED for text in exceeded(row)]
-    for text in wrong:
-        print(f"limit exceeded at {text}", file=sys.stderr)
-    if options.json is not None:
-        machine = {"python": platform.python_version(), "torch": torch.__version__, "cpus": os.cpu_count()}
-        result = {"alpha_s": ALPHA, "beta_s_per_byte": BETA, "message_cpu_s": message, "drivers_us": driven}
-        result |= {"machine": machine, "rows": rows}
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 1 if wrong else 0
+        row = measure(size, message)
+        table.add(f"{size:,}", *(row[part][name] for _, part, name, _ in COLUMNS))
+        limits += limited(row) if size == LIMITED else []
+    held = report.table(f"at {LIMITED:,} ranks", Column("figure", 2))
+    for name, figure, most in limits:
+        held.add(name, figure, judged=figure, most=most)
+    return report.finish(options.json)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import time
 from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
@@ -30,7 +29,7 @@ from pairs import (
     BATCH,
     ROOT,
     STEPS,
-    WARM_UP,
+    Clock,
     Contender,
     adamw,
     argument_parser,
@@ -40,6 +39,7 @@ from pairs import (
     make_samples,
     train_module,
 )
+from report import Report
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -64,29 +64,10 @@ class Ready(Dataset[Any]):
         return self._samples[index % len(self._samples)]
 
 
-class Clock:
-    """Waits for a signal before each chunk of steps, and reports the time of the chunk."""
+def wait_for_devices() -> None:
+    import torch_xla.core.xla_model as xm
 
-    def __init__(self, model: str, chunks: int, turns: int, reports: int) -> None:
-        self._steps, self._chunks, self._turns, self._reports = STEPS[model], chunks, turns, reports
-        self.batches = WARM_UP + chunks * self._steps + AFTER
-        self._done, self._began = 0, (0.0, 0.0)
-
-    def step(self) -> None:
-        """Call this at the start of each step."""
-        chunk, place = divmod(self._done - WARM_UP, self._steps)
-        self._done += 1
-        if place or not 0 <= chunk <= self._chunks:
-            return
-        import torch_xla.core.xla_model as xm
-
-        xm.wait_device_ops()
-        if chunk > 0:
-            wall, cpu = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
-            os.write(self._reports, f"{wall} {cpu}\n".encode())
-        if chunk < self._chunks:
-            os.read(self._turns, 1)
-            self._began = time.perf_counter(), time.process_time()
+    xm.wait_device_ops()
 
 
 def by_hand(kind: str, model: str, clock: Any) -> None:
@@ -195,7 +176,9 @@ def main() -> int:
     """Measure, print, and return 1 if the limit is exceeded."""
     arguments = argument_parser(__doc__, list(CONTENDERS)).parse_args()
     if not arguments.work:
-        return compare(__file__, arguments, CONTENDERS, more=[name for name in CONTENDERS if name.startswith("hand")], ranks=1)
+        report = Report()
+        compare(report, __file__, arguments, CONTENDERS, [name for name in CONTENDERS if name.startswith("hand")], ranks=1)
+        return report.finish(arguments.json)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)  # set by pairs.py, but here a world is one process
     os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -205,7 +188,8 @@ def main() -> int:
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     torch.set_num_threads(1)
-    clock = Clock(arguments.model, arguments.chunks, arguments.turns, arguments.reports)
+    steps, descriptors = STEPS[arguments.model], (arguments.turns, arguments.reports)
+    clock = Clock(steps, arguments.chunks, *descriptors, wait=wait_for_devices, after=AFTER)
     CONTENDERS[arguments.work].train(arguments.model, clock)
     return 0
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from pairs import BATCH, ROOT, Clocked, Contender, adamw, argument_parser, compare, fit, loss_of, make_module, work
+from report import Column, Report
 from resident import Peak, resident
 from torch import nn
 from torch.utils.data import DataLoader
@@ -143,19 +144,15 @@ def taken_and_allowed(kind: str, what: str, folder: str) -> tuple[float, float]:
     return taken, allowed
 
 
-def compare_memory() -> int:
-    """Measure and print; returns 1 if a limit is exceeded."""
-    missed = 0
-    print(f"\n{'MB of a process, two of them':<36}{'it':>10}{'allowed':>10}{'ratio':>10}")
+def compare_memory(report: Report) -> None:
+    """Measure, and add a table."""
+    table = report.table("MB of a process, two of them", Column("it"), Column("allowed"), Column("ratio", 2))
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
             for what in MEMORY:
                 taken, allowed = taken_and_allowed(kind, what, folder)
                 ratio = taken / allowed
-                missed += ratio > MEMORY_LIMIT
-                verdict = f"≤ {MEMORY_LIMIT:.2f} {'MISSED' if ratio > MEMORY_LIMIT else 'met'}"
-                print(f"{f'{kind}: {what}':<36}{taken:>10.1f}{allowed:>10.1f}{ratio:>10.2f}  {verdict}", flush=True)
-    return int(missed > 0)
+                table.add(f"{kind}: {what}", taken, allowed, ratio, judged=ratio, most=MEMORY_LIMIT)
 
 
 def main() -> int:
@@ -170,8 +167,12 @@ def main() -> int:
     if arguments.work:
         work(arguments, CONTENDERS)
         return 0
-    missed = 0 if arguments.only == ["memory"] else compare(__file__, arguments, CONTENDERS, list(HANDS))
-    return missed | (compare_memory() if arguments.only in (None, ["memory"]) else 0)
+    report = Report()
+    if arguments.only != ["memory"]:
+        compare(report, __file__, arguments, CONTENDERS, list(HANDS))
+    if arguments.only in (None, ["memory"]):
+        compare_memory(report)
+    return report.finish(arguments.json)
 
 
 if __name__ == "__main__":
