@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 XLA_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/xla-2.9
 LIGHTNING ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/lightning-2.6.6
+PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/peers
 JOBS ?= auto
 ARGS ?=
 
@@ -32,7 +33,7 @@ SINCE ?= $(shell git merge-base HEAD main)
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning environment xla-environment \
-  zero-extensions check docs docs-serve dist format clean
+  zero-extensions bench check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -82,6 +83,10 @@ test-lightning: $(VENV)/.test ## scripts written for Lightning, under Lightning 
 	[ -d "$(LIGHTNING)/lightning" ] || $(INSTALL) --no-deps --target "$(LIGHTNING)" lightning==2.6.6
 	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) $(PARALLEL) -m lightning tests/moving_over $(ARGS)
 
+# On an idle machine. ARGS chooses: ARGS="--only overhead input", ARGS="--skip faults", ARGS=--quick to try the programs.
+bench: $(VENV)/.test $(PEERS)/.made ## the benchmarks, as tables in bench.md; hours; ARGS="--only input", ARGS=--quick
+	$(RUN) benchmarks/bench.py --python "$(PEERS)/bin/python" --xla-python "$(firstword $(wildcard $(XLA_VENV)/bin/python) $(RUN))" $(ARGS)
+
 check: $(VENV)/.test docs ## ruff, the layers, mypy, the documentation, and the tests of how all that is laid out
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -126,6 +131,13 @@ $(RUN):
 ifeq ($(wildcard $(RUN)),)
 .PHONY: $(VENV)/.demo $(VENV)/.test
 endif
+
+# The frameworks that trainkit is compared with, for all checkouts. Lightning and ignite are fixed here, since no test needs them.
+$(PEERS)/.made: constraints.txt | $(RUN)
+	[ -x "$(PEERS)/bin/python" ] || $(RUN) -m venv "$(PEERS)"
+	"$(PEERS)/bin/python" -m pip install --disable-pip-version-check -c constraints.txt \
+	  torch numpy accelerate transformers lightning==2.6.6 pytorch-ignite==0.5.5
+	@touch $@
 
 # What the demo needs; the tests need that and more.
 $(VENV)/.demo: $(INPUTS) | $(RUN)

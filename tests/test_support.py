@@ -198,4 +198,5 @@ def test_a_change_reaches_the_tests_of_the_rooms_that_import_it() -> None:
     assert "tests/launch" not in paths
     assert paths_of_tests(["callbacks/timer.py", "tests/optim/test_groups.py", "docs/index.md"], graph)[0] == "tests/callbacks"
     assert paths_of_tests(["callbacks/timer.py", "tests/helpers/support.py"], graph) == ["tests"]
+    assert paths_of_tests(["examples/own_loop.py", "benchmarks/report.py"], graph) == ["tests/benchmarks", "tests/examples"]
     assert paths_of_tests(["LICENSE"], graph) == []

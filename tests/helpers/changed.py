@@ -32,8 +32,8 @@ def paths_of_tests(files: Iterable[str], graph: ImportGraph) -> list[str]:
             return ["tests"]
         elif file.startswith(("docs/", "README", "CHANGELOG")):
             paths |= {"tests/docs", "tests/test_docs.py"}
-        elif file.startswith("examples/"):
-            paths.add("tests/examples")
+        elif file.startswith(("examples/", "benchmarks/")):
+            paths.add(f"tests/{file.partition('/')[0]}")
         elif file.endswith(".py"):
             paths |= _tests_of(_module(file), graph)
     return sorted(path for path in paths if (ROOT / path).exists())
