@@ -3,9 +3,10 @@
     python benchmarks/overhead.py [--only trainer full] [--python OTHER/bin/python] [--repeats 5] [--json FILE]
 
 Linear(32, 64)-ReLU-Linear(64, 10) on ready batches of 32, AdamW, float32, one thread; and four to eight layers of width 256,
-for steps of one to two milliseconds. A pair is two processes, the baseline and the contender, on the same core. They alternate
-after each chunk of steps and never run at the same time, so that other load on the machine slows both. A pair's ratio is the
-median over its chunks of contender / baseline. The table shows the median and the range of five pairs, each a pair of new
+for steps of one to two milliseconds. `validate` and `predict` are compared with a loop by hand in inference mode that sums the
+loss over all samples, or keeps all outputs. A pair is two processes, the baseline and the contender, on the same core. They
+alternate after each chunk of steps and never run at the same time, so that other load on the machine slows both. A pair's ratio
+is the median over its chunks of contender / baseline. The table shows the median and the range of five pairs, each of new
 processes. Startup and the first 300 steps are not counted.
 
 "cpu" is the processor time of the process, to which the limits apply: it does not include the time spent waiting for other
@@ -71,11 +72,15 @@ CASES = [
     Case("wide_seeding", "6 layers: seeding alone, by hand", "seeding", layers=6),
     *(Case(f"wide_{n}", f"{n} layers of 256: Trainer, bare", "trainer", 1.02, layers=n) for n in (4, 5, 6, 8)),
     Case("wide_full", "6 layers: … bar, CSV, log, 10 idle", "full", layers=6),
+    Case("validate", "Trainer.validate, a batch", "validate", baseline="raw_validate"),
+    Case("predict", "Trainer.predict, a batch", "predict", baseline="raw_predict"),
     Case("ignite", "ignite", "ignite", package="ignite"),
     Case("accelerate", "Accelerate, own loop", "accelerate", package="accelerate"),
     Case("lightning", "Lightning Trainer, bare", "lightning", package="lightning"),
     Case("lightning_idle_10", "… 10 idle callbacks", "lightning_idle_10", package="lightning"),
     Case("lightning_full", "… bar, CSV, log, 10 idle callbacks", "lightning_full", package="lightning"),
+    Case("lightning_validate", "Lightning: validate, a batch", "lightning_validate", None, "raw_validate", package="lightning"),
+    Case("lightning_predict", "Lightning: predict, a batch", "lightning_predict", None, "raw_predict", package="lightning"),
     Case("transformers", "Hugging Face Trainer, bare", "transformers", package="transformers"),
     Case("wide_lightning", "6 layers: Lightning Trainer, bare", "lightning", layers=6, package="lightning"),
 ]

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 SMALL, WIDTH = (32, 64, 10), 256  # the widths of the small network; the width of all layers of the others
 BATCH, DIFFERENT = 32, 50  # samples per batch; number of different batches
 WARM_UP = 300  # steps before the first chunk: allocations, AdamW's state, byte code specialization
+QUIET: Any = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
 AFTER = 5  # steps after the last chunk, since some loops do not request a batch after the last one
 
 
@@ -101,6 +102,14 @@ def module_of(base: Any, model: nn.Module, log: bool, scheduled: bool = False) -
                 self.log("train_loss", loss, prog_bar=True)
             return loss
 
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            self.log("val_loss", F.cross_entropy(self.net(x), y), batch_size=len(x))
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out: Tensor = self.net(batch[0])
+            return out
+
         def configure_optimizers(self) -> Any:
             optimizer = adamw(self)
             if not scheduled:
@@ -139,6 +148,23 @@ def seeding(model: nn.Module, batches: Batches) -> None:
         optimizer.step()
 
 
+def raw_validate(model: nn.Module, batches: Batches) -> float:
+    """The mean of the loss over all samples."""
+    model.eval()
+    total, samples = torch.zeros(()), 0
+    with torch.inference_mode():
+        for x, y in batches:
+            total += F.cross_entropy(model(x), y) * len(x)
+            samples += len(x)
+    return float(total) / samples
+
+
+def raw_predict(model: nn.Module, batches: Batches) -> list[Tensor]:
+    model.eval()
+    with torch.inference_mode():
+        return [model(x) for x, _ in batches]
+
+
 # ------------------------------------------------------------------------------------------------ trainkit
 
 
@@ -151,6 +177,7 @@ def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = F
         pass
 
     Trainer(
+        accelerator="cpu",
         max_epochs=1,
         logger=CSVLogger("logs") if full else False,
         callbacks=[Idle() for _ in range(idle)],
@@ -160,11 +187,19 @@ def trainer(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool = F
     ).fit(module_of(TrainModule, model, full, scheduled), batches)
 
 
+def evaluate(model: nn.Module, batches: Batches, *, verb: str) -> None:
+    """`Trainer.validate`, with the loss logged, or `Trainer.predict`, with all outputs returned."""
+    from trainkit import Trainer, TrainModule
+
+    trainer = Trainer(accelerator="cpu", **QUIET)
+    getattr(trainer, verb)(module_of(TrainModule, model, False), batches)
+
+
 def own_loop(model: nn.Module, batches: Batches, *, scheduled: bool = False) -> None:
     """Your own training loop with the Accelerator, as in the README."""
     from trainkit import Accelerator
 
-    accelerator, optimizer = Accelerator(), adamw(model)
+    accelerator, optimizer = Accelerator(cpu=True), adamw(model)
     schedule = schedule_of(optimizer) if scheduled else None
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, batches, schedule)
     for x, y in loader:
@@ -217,6 +252,13 @@ def lightning(model: nn.Module, batches: Batches, *, idle: int = 0, full: bool =
     ).fit(module_of(LightningModule, model, full), batches)
 
 
+def lightning_evaluate(model: nn.Module, batches: Batches, *, verb: str) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    trainer = Trainer(accelerator="cpu", **QUIET)
+    getattr(trainer, verb)(module_of(LightningModule, model, False), batches)
+
+
 def transformers(model: nn.Module, batches: Batches) -> None:
     """Without gradient clipping, logging and a learning-rate schedule, so that its step computes the same."""
     from transformers import Trainer, TrainingArguments
@@ -251,9 +293,11 @@ def transformers(model: nn.Module, batches: Batches) -> None:
     Ready(model=Model(), args=arguments, train_dataset=range(BATCH * len(batches))).train()
 
 
-CONTENDERS: dict[str, Callable[[nn.Module, Batches], None]] = {
+CONTENDERS: dict[str, Callable[[nn.Module, Batches], object]] = {
     "raw": raw,
     "raw_scheduled": lambda model, batches: raw(model, batches, scheduled=True),
+    "raw_validate": raw_validate,
+    "raw_predict": raw_predict,
     "seeding": seeding,
     "trainer": trainer,
     "idle_10": lambda model, batches: trainer(model, batches, idle=10),
@@ -263,11 +307,15 @@ CONTENDERS: dict[str, Callable[[nn.Module, Batches], None]] = {
     "trainer_scheduled": lambda model, batches: trainer(model, batches, scheduled=True),
     "full_scheduled": lambda model, batches: trainer(model, batches, idle=10, full=True, scheduled=True),
     "own_loop_scheduled": lambda model, batches: own_loop(model, batches, scheduled=True),
+    "validate": lambda model, batches: evaluate(model, batches, verb="validate"),
+    "predict": lambda model, batches: evaluate(model, batches, verb="predict"),
     "ignite": ignite,
     "accelerate": accelerate,
     "lightning": lightning,
     "lightning_idle_10": lambda model, batches: lightning(model, batches, idle=10),
     "lightning_full": lambda model, batches: lightning(model, batches, idle=10, full=True),
+    "lightning_validate": lambda model, batches: lightning_evaluate(model, batches, verb="validate"),
+    "lightning_predict": lambda model, batches: lightning_evaluate(model, batches, verb="predict"),
     "transformers": transformers,
 }
 

@@ -1,9 +1,9 @@
-"""Two worlds of one or two processes that alternate on the same cores: the common code of benchmarks of steps on processes.
+"""Processes, or worlds of processes, that take turns on the same cores: the common code of the benchmarks of a step.
 
 They alternate after each chunk of steps and never run at the same time, so that other load on the machine slows both. The time
-of a step is that of the slower process. A pair's ratio is the median over its chunks of contender / reference. The table shows
-the median and the range of the pairs, each of new processes. Startup and the first steps are not counted. "CPU" is the same
-ratio for the processor time of all processes, without the time that they wait for each other or for other programs.
+of a step is that of the slowest process of a world. A pair's ratio is the median over its chunks of contender / reference. The
+table shows the median and the range of the pairs, each of new processes. Startup and the first steps are not counted. "cpu" is
+the same ratio for the processor time of all processes, without the time that they wait for each other or for other programs.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class Table:
         texts = [_text(cell, column.digits) for cell, column in zip(plain, self.columns, strict=True)]
         if not self._widths:
             pairs = zip(texts, self.columns, strict=True)
-            self._widths = [max(len(text), len(column.title), 8) + 2 for text, column in pairs]
+            self._widths = [max(len(text) + 2, len(column.title), 8) + 2 for text, column in pairs]
             print("\n" + self._line(self.title, [column.title for column in self.columns]))
         print(f"{self._line(name, texts)}  {_limit(row)} {_verdict(row)}".rstrip(), flush=True)
 
