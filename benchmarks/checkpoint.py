@@ -13,7 +13,7 @@ one run of the reference with the other: how far they are from 1 is the noise.
 - finite: the check of a save whether values are finite, over all tensors, compared with `torch.isfinite(tensor).all()`.
 - stall: the time inside `Trainer.save_checkpoint(blocking=False)` at the end of a training step, while no other save runs,
   compared with copying the same tensors into preallocated memory. A `ModelCheckpoint` has that memory allocated before; the
-  first save has its own line.
+  first save has its own line. With `--device cuda`, the tensors are on the device, and the copy goes into pinned memory.
 - load: reading and verifying, and all of `Accelerator.load_state` into a model whose optimizer has no state yet, compared with
   one loop that reads the same files into new memory and hashes them, 1 MiB at a time. For "cold", the files are dropped from
   the page cache first, where the system supports it (not macOS, not Windows); the host of a virtual disk may still cache them.
@@ -87,7 +87,7 @@ def measure(case: str, arguments: argparse.Namespace) -> dict[str, list[tuple[fl
     with tempfile.TemporaryDirectory(prefix="benchmark-", dir=arguments.folder) as folder:
         command = [sys.executable, str(MEASURE), case, os.path.abspath(folder)]
         command += [f"--layers={arguments.layers}", f"--repeats={arguments.repeats}"]
-        command += [f"--threads={arguments.threads}"] * (arguments.threads is not None)
+        command += [f"--threads={arguments.threads}"] * (arguments.threads is not None) + [f"--device={arguments.device}"]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{case} failed:\n{done.stderr[-4000:]}")
@@ -102,14 +102,18 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="of what is timed (default: 7); memory is measured 3 times")
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--layers", type=int, default=12, help="of the model (default: 12; fewer only to try the program)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the training (cuda: the case stall only)")
     json_option(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.device == "cuda" and arguments.only != ["stall"]:
+        parser.error("--device cuda measures the time that training waits for a save: add --only stall")
+    return arguments
 
 
 def main() -> int:
     """Measure, print, and return 1 if a limit is exceeded."""
     arguments = parse_arguments()
-    report = Report(threads=arguments.threads, layers=arguments.layers)
+    report = Report(threads=arguments.threads, layers=arguments.layers, device=arguments.device)
     table = report.table("s, or MB", Column("trainkit", 3), Column("reference", 3), Column("ratio (range)", 3))
     for case in arguments.only or CASES:
         pairs: dict[str, list[tuple[float, float]]] = {}

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,15 @@ class Language(TrainModule):
 
 
 def prepared(module: Language) -> Accelerator:
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=True)
     accelerator.prepare(module, module.adamw)
     return accelerator
 
 
-def fit(module: Language, callbacks: list[Callback], folder: Path, steps: int) -> None:
+def fit(module: Language, callbacks: list[Callback], folder: Path, steps: int, device: str = "cpu") -> None:
     trainer = Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
         max_steps=steps,
         callbacks=callbacks,
         logger=False,
@@ -133,7 +136,13 @@ def plain_read(files: list[Path]) -> list[memoryview]:
 
 def plain_copy(tensors: list[Tensor], buffers: list[Tensor]) -> None:
     for tensor, buffer in zip(tensors, buffers, strict=True):
-        buffer.copy_(tensor)
+        buffer.copy_(tensor, non_blocking=True)
+    wait_for_device()
+
+
+def wait_for_device() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 # --------------------------------------------------------------------------------------------------------------- time
@@ -212,7 +221,8 @@ class Saves(Callback):
             return
         tensors = module.tensors()
         if not self.buffers:
-            self.buffers = [torch.empty_like(tensor) for tensor in tensors]
+            pinned = tensors[0].is_cuda  # as the reference should be as fast as it can
+            self.buffers = [torch.empty_like(tensor, device="cpu", pin_memory=pinned) for tensor in tensors]
             plain_copy(tensors, self.buffers)
         target = self.folder / f"step-{trainer.global_step}"
         pair, control = between(
@@ -224,6 +234,7 @@ class Saves(Callback):
 
 def save_beside(trainer: Any, target: Path) -> float:
     """Seconds inside the call. Returns when the checkpoint is written, and removes it."""
+    wait_for_device()
     took = seconds(lambda: trainer.save_checkpoint(target, blocking=False))
     while not target.exists():
         time.sleep(0.01)
@@ -231,10 +242,10 @@ def save_beside(trainer: Any, target: Path) -> float:
     return took
 
 
-def measure_stall(folder: Path, layers: int, repeats: int) -> Pairs:
+def measure_stall(folder: Path, layers: int, repeats: int, device: str = "cpu") -> Pairs:
     saves = Saves(folder)
     kept = ModelCheckpoint(folder / "kept", every_n_train_steps=10**9)  # it reserves the memory
-    fit(Language(layers), [saves, kept], folder, steps=repeats + RESERVED_BY)
+    fit(Language(layers), [saves, kept], folder, repeats + RESERVED_BY, device)
     return {"stall_control": saves.control, "stall_first": saves.pairs[:1], "stall": saves.pairs[1:]}
 
 
@@ -379,10 +390,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
-    print(json.dumps(MEASURES[arguments.case](arguments.folder, arguments.layers, arguments.repeats)))
+    measure = MEASURES[arguments.case]
+    if arguments.device != "cpu":
+        measure = partial(measure_stall, device=arguments.device)  # the only one on another device
+    print(json.dumps(measure(arguments.folder, arguments.layers, arguments.repeats)))
 
 
 if __name__ == "__main__":
