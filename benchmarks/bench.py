@@ -63,23 +63,27 @@ class Program:
 
 
 PAIRS = "--repeats 1 --chunks 2"
+SAVES = "--only stall --device cuda"
 PROGRAMS = [
     Program("overhead", "A step", "overhead.py", quick=f"--only control trainer {PAIRS}", peers=True, minutes=120),
+    Program("input", "Reading batches", "input.py", quick=f"--only custom trainer_0 {PAIRS}", minutes=120),
     Program("ddp", "A step on two processes (DDP)", "ddp.py", quick=f"--only mlp trainer {PAIRS}"),
     Program("fsdp", "A step under FSDP, and memory", "fsdp.py", quick=f"--only gpt5 trainer {PAIRS}", minutes=90),
     Program(
-        "zero", "A step under ZeRO, and memory", "zero.py", quick=f"--only mlp zero2 {PAIRS}", needs="deepspeed", minutes=90
+        "zero", "A step under ZeRO, and memory", "zero.py", quick=f"--only mlp zero2 {PAIRS}", minutes=90, needs="deepspeed"
     ),
-    Program("xla", "A step on XLA devices", "xla.py", quick=f"--only gpt trainer_one {PAIRS}", needs="torch_xla", minutes=90),
+    Program("xla", "A step on XLA devices", "xla.py", quick=f"--only gpt trainer_one {PAIRS}", minutes=90, needs="torch_xla"),
     Program("compile", "A compiled step", "compile.py", "--repeats 3", quick="--depth 1 --steps 8 --repeats 1"),
+    Program("device", "A step on a CUDA device", "device.py", quick=f"--only wide trainer {PAIRS}", needs="cuda"),
     Program("checkpoint", "A checkpoint", "checkpoint.py", quick="--only save stall --layers 1 --repeats 2", folder=True),
+    Program("saves", "Saves from CUDA", "checkpoint.py", SAVES, f"{SAVES} --layers 1 --repeats 2", needs="cuda", folder=True),
     Program("scale", "Many ranks", "scale.py", quick="--ranks 2"),
     Program("soak", "What a long run keeps", "soak.py", quick="--only trainer --steps 100"),
     Program("order", "The first index of an epoch", "order.py", quick="--lengths 1000 --baseline 1000"),
     Program("import_time", "Import", "import_time.py", quick="--repeats 1"),
     Program("plan", "What a run holds", "plan.py", quick="--only single --precisions 32-true"),
     Program(
-        "faults", "After a fault", "faults.py", quick="--contender trainkit --part flip --kills 1", peers=True, minutes=180
+        "faults", "After a fault", "faults.py", quick="--contender trainkit --part flip --kills 1", minutes=180, peers=True
     ),
 ]
 
