@@ -12,11 +12,13 @@ Returns 1 if a program failed or missed a limit, and names them; limits do not c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
 import platform
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +34,6 @@ import report
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEERS = ("lightning", "accelerate", "pytorch-ignite", "transformers")
-BAD = ("failed", "out of time", "missed")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Program:
         script: file in this folder.
         arguments: of a full run.
         quick: arguments of a run that only tries it.
-        minutes: after which it is ended.
         needs: what it is skipped without: "cuda" or a package.
         peers: it measures other frameworks and has `--python`.
         folder: it has `--folder`, for files on the disk that is measured.
@@ -56,7 +56,6 @@ class Program:
     script: str
     arguments: str = ""
     quick: str = ""
-    minutes: float = 60.0
     needs: str | None = None
     peers: bool = False
     folder: bool = False
@@ -65,14 +64,12 @@ class Program:
 PAIRS = "--repeats 1 --chunks 2"
 SAVES = "--only stall --device cuda"
 PROGRAMS = [
-    Program("overhead", "A step", "overhead.py", quick=f"--only control trainer {PAIRS}", peers=True, minutes=120),
-    Program("input", "Reading batches", "input.py", quick=f"--only custom trainer_0 {PAIRS}", minutes=120),
+    Program("overhead", "A step", "overhead.py", quick=f"--only control trainer {PAIRS}", peers=True),
+    Program("input", "Reading batches", "input.py", quick=f"--only custom trainer_0 {PAIRS}"),
     Program("ddp", "A step on two processes (DDP)", "ddp.py", quick=f"--only mlp trainer {PAIRS}"),
-    Program("fsdp", "A step under FSDP, and memory", "fsdp.py", quick=f"--only gpt5 trainer {PAIRS}", minutes=90),
-    Program(
-        "zero", "A step under ZeRO, and memory", "zero.py", quick=f"--only mlp zero2 {PAIRS}", minutes=90, needs="deepspeed"
-    ),
-    Program("xla", "A step on XLA devices", "xla.py", quick=f"--only gpt trainer_one {PAIRS}", minutes=90, needs="torch_xla"),
+    Program("fsdp", "A step under FSDP, and memory", "fsdp.py", quick=f"--only gpt5 trainer {PAIRS}"),
+    Program("zero", "A step under ZeRO, and memory", "zero.py", quick=f"--only mlp zero2 {PAIRS}", needs="deepspeed"),
+    Program("xla", "A step on XLA devices", "xla.py", quick=f"--only gpt trainer_one {PAIRS}", needs="torch_xla"),
     Program("compile", "A compiled step", "compile.py", "--repeats 3", quick="--depth 1 --steps 8 --repeats 1"),
     Program("device", "A step on a CUDA device", "device.py", quick=f"--only wide trainer {PAIRS}", needs="cuda"),
     Program("checkpoint", "A checkpoint", "checkpoint.py", quick="--only save stall --layers 1 --repeats 2", folder=True),
@@ -82,9 +79,7 @@ PROGRAMS = [
     Program("order", "The first index of an epoch", "order.py", quick="--lengths 1000 --baseline 1000"),
     Program("import_time", "Import", "import_time.py", quick="--repeats 1"),
     Program("plan", "What a run holds", "plan.py", quick="--only single --precisions 32-true"),
-    Program(
-        "faults", "After a fault", "faults.py", quick="--contender trainkit --part flip --kills 1", minutes=180, peers=True
-    ),
+    Program("faults", "After a fault", "faults.py", quick="--contender trainkit --part flip --kills 1", peers=True),
 ]
 
 
@@ -99,9 +94,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--folder", default=".", help="a folder on the disk that checkpoints are written to (default: this one)"
     )
-    parser.add_argument("--minutes", type=float, help="limit for each program (default: each has its own)")
+    parser.add_argument("--minutes", type=float, default=180.0, help="limit for each program (default: 180)")
     parser.add_argument("--out", type=Path, default=Path("bench.md"), help="the document (default: bench.md); JSON next to it")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    for name in ("python", "xla_python"):  # programs start it in folders of their own
+        setattr(parsed, name, os.path.abspath(shutil.which(getattr(parsed, name)) or getattr(parsed, name)))
+    return parsed
 
 
 # ------------------------------------------------------------------------------------------------ the machine
@@ -197,12 +195,11 @@ def run(program: Program, arguments: argparse.Namespace) -> dict[str, Any]:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # these are measurements of the CPU, on every machine
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder) / "figures.json"
-        seconds = (arguments.minutes if arguments.minutes is not None else program.minutes) * 60
-        code = wait([*command, "--json", str(figures)], environment, seconds)
+        code = wait([*command, "--json", str(figures)], environment, arguments.minutes * 60)
         document = json.loads(figures.read_text("utf-8")) if figures.exists() else None
     result["seconds"] = time.monotonic() - began
     if code is None:
-        result |= {"result": "out of time", "reason": f"took more than {seconds / 60:g} minutes"}
+        result |= {"result": "out of time", "reason": f"took more than {arguments.minutes:g} minutes"}
     elif document is None:
         result |= {"result": "failed", "reason": f"ended with code {code}, without figures"}
     else:
@@ -220,8 +217,16 @@ def wait(command: list[str], environment: dict[str, str], seconds: float) -> int
         return None
     finally:  # also after Ctrl-C, which does not reach another session
         if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            end(process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group: first with SIGTERM, upon which faults.py ends what it has started."""
+    for number, grace in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
+        os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+            return
 
 
 # ------------------------------------------------------------------------------------------------ the document
@@ -236,7 +241,8 @@ def markdown(document: dict[str, Any]) -> str:
     lines += ["A ratio is the median of the pairs, with the range in parentheses.", ""]
     lines += ["| program | result | minutes |", "|---|---|---|"]
     for each in document["programs"]:
-        lines.append(f"| {each['title']} | {described(each)} | {each.get('seconds', 0.0) / 60:.1f} |")
+        result = described(each).replace("|", "\\|")
+        lines.append(f"| {each['title']} | {result} | {each.get('seconds', 0.0) / 60:.1f} |")
     for each in document["programs"]:
         if "tables" in each:
             load = "" if each["facts"]["load"] is None else f" Load at the start: {each['facts']['load']:.1f}."
@@ -274,7 +280,8 @@ def main() -> int:
         print(f"=== {program.name}: {described(document['programs'][-1])}", flush=True)
         arguments.out.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n", "utf-8")
         arguments.out.write_text(markdown(document), "utf-8")
-    bad = [each for each in document["programs"] if each["result"] in (BAD[:-1] if arguments.quick else BAD)]
+    counted = ("failed", "out of time", *([] if arguments.quick else ["missed"]))
+    bad = [each for each in document["programs"] if each["result"] in counted]
     for each in bad:
         print(f"{each['name']}: {described(each)}", file=sys.stderr)
     print(f"written to {arguments.out} and {arguments.out.with_suffix('.json')}")
@@ -282,4 +289,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process behind
     sys.exit(main())

@@ -160,7 +160,7 @@ def main() -> int:
     arguments = parse_arguments()
     if arguments.core is None and hasattr(os, "sched_getaffinity"):
         arguments.core = max(os.sched_getaffinity(0))
-    arguments.python = shutil.which(arguments.python) or arguments.python
+    arguments.python = os.path.abspath(shutil.which(arguments.python) or arguments.python)
     report = Report(core=arguments.core)
     cases = choose(arguments)
     pairs: dict[str, list[dict[str, float]]] = {case.name: [] for case, _ in cases}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -74,16 +78,35 @@ def test_it_goes_on_after_a_failure_and_names_it(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = (WRITES.format(benchmarks=str(BENCHMARKS), most=most) for most in (1.05, 1.02))
-    scripts = {"breaks": "raise SystemExit(3)", "hangs": "import time; time.sleep(60)", "slow": bad, "fine": good}
-    code, document = run_main(bench, monkeypatch, tmp_path, scripts, "--minutes", "0.05")
+    code, document = run_main(bench, monkeypatch, tmp_path, {"breaks": "raise SystemExit(3)", "slow": bad, "fine": good})
     assert code == 1
-    assert [each["result"] for each in document["programs"]] == ["failed", "out of time", "missed", "held"]
+    assert [each["result"] for each in document["programs"]] == ["failed", "missed", "held"]
     assert "breaks: failed: ended with code 3, without figures" in (said := capsys.readouterr().err)
     assert "slow: missed: ms a step: Trainer | bare: 1.03, limit ≤ 1.02" in said
     text = (tmp_path / "out.md").read_text("utf-8")
     assert "| Trainer \\| bare | 0.25 | 1.030 (1.010–1.040) | ≤ 1.02 | MISSED |" in text
     assert "| Trainer \\| bare | 0.25 | 1.030 (1.010–1.040) | ≤ 1.05 | held |" in text
     assert "| About fine | all limits held |" in text
+    assert "| About slow | missed: ms a step: Trainer \\| bare: 1.03, limit ≤ 1.02 |" in text
+
+
+def test_a_program_that_exceeds_its_time_is_ended(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The processes that it has started too: they have its end of a pipe."""
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    monkeypatch.setattr(subprocess, "Popen", functools.partial(subprocess.Popen, close_fds=False))
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'], close_fds=False)"
+    code, document = run_main(bench, monkeypatch, tmp_path, {"hangs": child}, "--minutes", "0.03")
+    assert code == 1
+    assert described(document) == "out of time: took more than 0.03 minutes"
+    os.close(writing)
+    assert select.select([reading], [], [], 10)[0], "a process that the program has started is still there"
+    os.close(reading)
+
+
+def described(document: Any) -> str:
+    (program,) = document["programs"]
+    return f"{program['result']}: {program['reason']}"
 
 
 def test_a_quick_run_ignores_limits_but_not_failures(
