@@ -64,7 +64,7 @@ class Program:
 PAIRS = "--repeats 1 --chunks 2"
 SAVES = "--only stall --device cuda"
 PROGRAMS = [
-    Program("overhead", "A step", "overhead.py", quick=f"--only control trainer {PAIRS}", peers=True),
+    Program("overhead", "A step", "overhead.py", quick=f"--only trainer predict ignite lightning {PAIRS}", peers=True),
     Program("input", "Reading batches", "input.py", quick=f"--only custom trainer_0 {PAIRS}"),
     Program("ddp", "A step on two processes (DDP)", "ddp.py", quick=f"--only mlp trainer {PAIRS}"),
     Program("fsdp", "A step under FSDP, and memory", "fsdp.py", quick=f"--only gpt5 trainer {PAIRS}"),
