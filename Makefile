@@ -69,7 +69,8 @@ test-xla: $(VENV)/.test ## the tests of XLA, in an environment of their own with
 	PJRT_DEVICE=$${PJRT_DEVICE:-CPU} TRAINKIT_MAIN_PYTHON="$(abspath $(RUN))" OMP_NUM_THREADS=1 "$(XLA_VENV)/bin/python" -m pytest \
 	  $(PARALLEL) -m "xla and not slow" $(call marked,xla) $(ARGS)
 
-# For .ci/run, which makes them while other things run: the second one beside the first, so with the Python of the machine.
+# For .ci/run, which makes them while other things run. The second one begins before the first has ended, so it uses the Python of
+# the machine.
 environment: $(VENV)/.test
 
 xla-environment:

@@ -87,7 +87,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     names = [program.name for program in PROGRAMS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of: {', '.join(names)}")
-    parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="NAME", help="leave out some of them")
+    parser.add_argument("--skip", nargs="+", choices=names, default=[], metavar="NAME", help="skip some of them")
     parser.add_argument("--quick", action="store_true", help="only try the programs: the figures mean nothing")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the other frameworks (default: this one)")
     parser.add_argument("--xla-python", default=sys.executable, help="interpreter with torch_xla (default: this one)")

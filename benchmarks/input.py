@@ -106,7 +106,7 @@ class ComputedBatches(Sampler[list[int]]):
 
 
 def loader(kind: str, workers: int, length: int) -> DataLoader[Any]:
-    """A loader over so many samples."""
+    """A loader over `length` samples."""
     data = Cheap(length)
     if kind == "getitems":
         return DataLoader(AtOnce(length), BATCH, shuffle=True, num_workers=workers)

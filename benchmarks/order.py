@@ -29,7 +29,7 @@ from trainkit.data.order import ORDER_VERSION, Permutation
 REPEATS = 7
 BLOCK = 32
 IN_SEQUENCE = 1 << 19
-LIMIT_MS, LIMITED = 5.0, 10**9  # for the first call with so many samples
+LIMIT_MS, LIMITED = 5.0, 10**9  # for the first call, at this number of samples
 
 
 def first_index(length: int, position: int, key: int) -> int:

@@ -70,19 +70,9 @@ def run_on_all_ranks(
     if answer is None and isinstance(group, World) and not any(group.largest([bool(errors_here)])):
         return group.from_main(result)  # two collectives that grow with log N, instead of a gather
 
-    def reply(reports: list[Any]) -> list[Any]:
-        failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
-        if not failures and answer is not None:
-            answered = _try(lambda: answer([value for value, _ in reports]), errors_here)
-            return [answered, _FailureReply(0, 1, False, *_describe(errors_here[0])) if errors_here else None]
-        if not failures:
-            return [reports[0][0], None]
-        rank, first = next(iter(failures.items()))
-        everywhere = len(failures) == group.size and all(failure == first for failure in failures.values())
-        return [None, _FailureReply(rank, len(failures), everywhere, *first)]
-
     sent = result if answer is not None or group.rank == 0 else None
-    value, failure = group.collect([sent, _describe(errors_here[0]) if errors_here else None], reply)
+    report = [sent, _describe(errors_here[0]) if errors_here else None]
+    value, failure = group.collect(report, lambda reports: _reply(reports, answer, errors_here))
     error = errors_here[0] if errors_here else None
     if error is not None and not isinstance(error, Exception):
         raise error
@@ -92,6 +82,19 @@ def run_on_all_ranks(
     if first_failure.everywhere and error is not None:
         raise error
     raise first_failure.error(otherwise) from error
+
+
+def _reply(reports: list[Any], answer: Callable[[list[Any]], Any] | None, errors_here: list[BaseException]) -> list[Any]:
+    """What the main process replies to the results and errors of all ranks: a value, and the failure if there is one."""
+    failures = {rank: failure for rank, (_, failure) in enumerate(reports) if failure is not None}
+    if failures:
+        rank, first = next(iter(failures.items()))
+        everywhere = len(failures) == len(reports) and all(failure == first for failure in failures.values())
+        return [None, _FailureReply(rank, len(failures), everywhere, *first)]
+    if answer is None:
+        return [reports[0][0], None]
+    answered = _try(lambda: answer([value for value, _ in reports]), errors_here)
+    return [answered, _FailureReply(0, 1, False, *_describe(errors_here[0])) if errors_here else None]
 
 
 class _FailureReply(NamedTuple):

@@ -1,7 +1,8 @@
 """`TrainkitArgumentParser`: jsonargparse's parser, with what a `Trainer`, a module, data and callbacks need.
 
-Beside the parser: its types for optimizers and learning-rate schedulers, its errors without what is inside jsonargparse, the
-modules that it creates so that `save_hyperparameters` saves what the configuration says, and the masks of what may be secret.
+In addition to the parser: its types for optimizers and learning-rate schedulers, its errors without what is inside
+jsonargparse, the modules that it creates so that `save_hyperparameters` saves what the configuration says, and the masks of
+what may be secret.
 """
 
 from __future__ import annotations
