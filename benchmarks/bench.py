@@ -98,7 +98,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("bench.md"), help="the document (default: bench.md); JSON next to it")
     parsed = parser.parse_args(arguments)
     for name in ("python", "xla_python"):  # programs start it in folders of their own
-        setattr(parsed, name, os.path.abspath(shutil.which(getattr(parsed, name)) or getattr(parsed, name)))
+        given = getattr(parsed, name)
+        found = shutil.which(given)
+        if found is None:
+            parser.error(f"--{name.replace('_', '-')}: {given} is not a program. Name a Python interpreter: PEERS/bin/python")
+        setattr(parsed, name, os.path.abspath(found))
     return parsed
 
 

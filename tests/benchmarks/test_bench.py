@@ -133,3 +133,9 @@ def test_the_programs_exist() -> None:
         if path.stem not in parts:
             assert f'"{path.name}"' in text, f"bench.py does not run {path.name}"
             assert f"| `{path.name}` |" in readme, f"README.md has no line about {path.name}"
+
+
+def test_an_interpreter_that_does_not_exist_is_named(bench: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bench.parse_arguments(["--xla-python", "/no/python"])
+    assert "--xla-python: /no/python is not a program" in capsys.readouterr().err
