@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.runs.leaks import held
 from helpers.support import run_python
 
 from trainkit.checkpoint import lock as lock_module
@@ -169,13 +170,14 @@ def test_second_lock_of_same_process(run_dir: Path) -> None:
     """A second lock of the same process is refused. A lock that is garbage collected is released."""
     with taken(run_dir, "first"), pytest.raises(CheckpointLockedError, match="first"):
         FolderLock(run_dir, "second").acquire()
+    before = held()
     forgotten = FolderLock(run_dir, "forgotten")
     forgotten.acquire()
-    threads = threading.active_count()
+    assert held() - before
     del forgotten
     gc.collect()
     assert (run_dir / LOCK).read_bytes() == b""
-    assert threading.active_count() < threads
+    assert not held() - before
 
 
 def test_an_interpreter_that_exits_releases_the_lock(run_dir: Path) -> None:
