@@ -17,8 +17,9 @@ import PIL.Image
 import pytest
 import torch
 from helpers.worlds.worlds import run_world
+from torch import Tensor
 
-from trainkit.data.comparison import comparable, digest
+from trainkit.data.comparison import BatchDigest, ReadRecord, comparable, digest
 
 
 @dataclasses.dataclass
@@ -160,3 +161,54 @@ def test_a_digest_of_an_earlier_version_is_not_compared() -> None:
     assert comparable(None) is None
     assert comparable("3e3c0bd4f3a3a5d1c6d7a7d9e5b0f5a1") is None
     assert comparable(digest(torch.zeros(2))) == digest(torch.zeros(2))
+
+
+# ----------------------------------------------------------------------------------------- digests that are computed later
+
+
+@pytest.mark.parametrize("kind", [list, tuple, lambda values: dict(zip("ab", values, strict=True))])
+def test_a_digest_that_is_computed_later_is_that_of_the_batch_when_it_was_read(kind: Any) -> None:
+    batch = kind([torch.arange(6.0), torch.arange(3)])
+    at_once, later = BatchDigest(batch, now=True), BatchDigest(batch)
+    assert not later.changed
+    if isinstance(batch, dict):
+        batch["c"] = batch.pop("a")  # as a step may do with a batch that is not moved
+    assert later.text() == at_once.text()
+    next(iter(batch.values() if isinstance(batch, dict) else batch)).add_(1)
+    assert later.text() == at_once.text()  # kept
+
+
+def test_a_batch_that_was_changed_in_place_has_none_and_the_next_ones_are_computed_at_once() -> None:
+    batches = [(torch.arange(6.0), torch.arange(3)) for _ in range(3)]
+    expected = BatchDigest(batches[0], now=True).text()
+    record = ReadRecord()
+    record.add_own(batches[0])
+    assert record.last is not None
+    assert not record.last.changed
+    batches[0][0].mul_(2)
+    assert record.last.changed
+    assert record.last.text() is None
+    for batch in batches[1:]:
+        record.add_own(batch)
+        batch[0].mul_(2)
+        assert record.last.text() == expected
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [(np.arange(3.0),), [torch.zeros(1 << 20)], {"x": torch.zeros(2), "n": 3}, torch.zeros(2), (), [(torch.zeros(2),)]],
+    ids=["array", "large", "number", "tensor", "empty", "nested"],
+)
+def test_the_digest_of_a_batch_that_does_not_show_changes_or_is_large_is_computed_at_once(batch: Any) -> None:
+    made = BatchDigest(batch)
+    expected = BatchDigest(copy.deepcopy(batch), now=True).text()
+    for value in batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]:
+        if isinstance(value, Tensor | np.ndarray):
+            value += 1
+    assert made.text() == expected
+
+
+def test_the_digest_of_a_batch_of_inference_tensors_is_computed_at_once() -> None:
+    with torch.inference_mode():
+        batch = [torch.zeros(2)]
+    assert not BatchDigest(batch).changed

@@ -22,11 +22,21 @@ from trainkit.errors import DataError
 from trainkit.nested import first_tensor, rebuild
 from trainkit.rng import RandomState
 
-__all__ = ["ReadRecord", "SeparateData", "comparable", "digest", "find_separate_data", "overlap", "preserve_state"]
+__all__ = [
+    "BatchDigest",
+    "ReadRecord",
+    "SeparateData",
+    "comparable",
+    "digest",
+    "find_separate_data",
+    "overlap",
+    "preserve_state",
+]
 
 _ALGORITHM = "xxh3:"  # of a digest in a checkpoint: one of another algorithm cannot be compared
 _PART = 1 << 20  # bytes at each end of an array that are hashed: enough to distinguish batches, and fast
 _QUICK = 1 << 14  # The same for batches that are all recorded.
+_HELD = 1 << 18  # Bytes of the largest tensor to which a digest that is computed later refers.
 _COMMON = frozenset({torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool})  # numpy has them, too
 _DEEP = 20  # largest nesting depth; deeper objects count by their type
 _SKETCH = 64  # samples that stand for all that were read: those with the smallest digests
@@ -141,6 +151,51 @@ def _add_array(hasher: _Hasher, array: Any, depth: int) -> None:
             hasher.update(piece)
 
 
+class BatchDigest:
+    """The digest of a batch that was read, computed when a checkpoint asks for it: most batches are never asked for.
+
+    Until then it refers to the batch. So that holds only for one of small tensors on the CPU, in a list, tuple or dict: they
+    count how often they were changed in place. The digest of another one is computed at once.
+
+    Args:
+        batch: The batch.
+        now: Compute it at once.
+    """
+
+    __slots__ = ("_batch", "_text", "_values", "_versions")
+
+    def __init__(self, batch: Any, now: bool = False) -> None:
+        kind = type(batch)
+        values = tuple(batch.values()) if kind is dict else tuple(batch) if kind is list or kind is tuple else ()
+        self._versions = None if now or not values else _versions(values)
+        self._text = digest(batch, _QUICK) if self._versions is None else None
+        if self._versions is not None:
+            self._batch = dict.fromkeys(batch) if kind is dict else kind  # A user may add or remove keys.
+            self._values = values
+
+    @property
+    def changed(self) -> bool:
+        """Whether the batch was changed in place before its digest was computed."""
+        return self._text is None and _versions(self._values) != self._versions
+
+    def text(self) -> str | None:
+        """The digest; `None` if the batch was changed before."""
+        if self._text is None and not self.changed:
+            made, values = self._batch, self._values
+            self._text = digest(dict(zip(made, values, strict=True)) if isinstance(made, dict) else made(values), _QUICK)
+        return self._text
+
+
+def _versions(values: Iterable[Any]) -> list[int] | None:
+    """How often each of some tensors was changed in place; `None` if one is no tensor, or not on the CPU, or large."""
+    versions = []
+    for value in values:
+        if type(value) is not Tensor or not value.is_cpu or value.is_inference() or value.nbytes > _HELD:
+            return None
+        versions.append(value._version)
+    return versions
+
+
 class ReadRecord:
     """What a process has read of a stream since an epoch began, by content.
 
@@ -150,24 +205,26 @@ class ReadRecord:
     """
 
     def __init__(self) -> None:
+        self._now = False
         self.begin()
 
     def begin(self) -> None:
         """Begin an epoch."""
-        self.last: str | None = None
+        self.last: BatchDigest | None = None
         self.chain = 0
         self._seen = 0
         self._samples: set[str] = set()
 
     def add(self, batch: Any) -> None:
-        """Record a batch."""
-        self.last = self.of(batch)
-        self.chain = xxhash.xxh3_64_intdigest(self.last.encode(), self.chain) >> 16
+        """Record a batch of a stream that other processes read, too."""
+        self.last = BatchDigest(batch, now=True)
+        self.chain = xxhash.xxh3_64_intdigest(str(self.last.text()).encode(), self.chain) >> 16
 
-    @staticmethod
-    def of(batch: Any) -> str:
-        """What `last` is after `add(batch)`."""
-        return digest(batch, _QUICK)
+    def add_own(self, batch: Any) -> None:
+        """Record a batch of a stream that only this process reads: `chain` does not change."""
+        if self.last is not None and not self._now:
+            self._now = self.last.changed  # A step that changes its batch changes the next ones, too.
+        self.last = BatchDigest(batch, self._now)
 
     def add_samples(self, batch: Any) -> None:
         """Record the samples of a batch, up to a few thousand in an epoch."""

@@ -19,7 +19,7 @@ from weakref import finalize
 
 from trainkit.console import notice, quantity, warn
 from trainkit.data.combined import begins_again
-from trainkit.data.comparison import ReadRecord, digest, overlap
+from trainkit.data.comparison import BatchDigest, ReadRecord, digest, overlap
 from trainkit.data.order import CYCLE
 from trainkit.distributed.world import World
 from trainkit.errors import DataError
@@ -67,7 +67,7 @@ def notice_unsaved(name: str, why: str) -> None:
 class _Entry(NamedTuple):
     number: int  # Number of batches that were read.
     state: Any
-    last: str | None  # Digest of the last one of them.
+    last: BatchDigest | str | None  # Digest of the last one of them.
 
 
 class Resumption(NamedTuple):
@@ -160,8 +160,9 @@ class StateHistory:
         earlier: _Entry | None = None
         for entry in self._entries:
             if entry.number == batches:
-                before = None if earlier is None or entry.last is None else (earlier.number, earlier.state)
-                return Resumption(batches, entry.state, entry.last, before if self.active else None, self._origin)
+                last = entry.last.text() if isinstance(entry.last, BatchDigest) else entry.last
+                before = None if earlier is None or last is None else (earlier.number, earlier.state)
+                return Resumption(batches, entry.state, last, before if self.active else None, self._origin)
             earlier = entry
         return None
 
@@ -251,7 +252,7 @@ class StateHistory:
         if start == 0 and self.active:
             self._origin = self._entries[-1].state
 
-    def _keep(self, number: int, ended: bool, last: str | None) -> None:
+    def _keep(self, number: int, ended: bool, last: BatchDigest | str | None) -> None:
         state = None
         if self.active:
             state = self._state() if self._read_ahead is None else self._read_ahead[0]
@@ -264,7 +265,7 @@ class StateHistory:
         start: int,
         step: int = 1,
         ended: Callable[[], bool] = lambda: False,
-        last: Callable[[], str | None] = lambda: None,
+        last: Callable[[], BatchDigest | None] = lambda: None,
     ) -> Iterator[Any]:
         """The batches, their states kept on the way.
 
@@ -636,7 +637,7 @@ class StreamSharder:
     def _skip_to(self, batches: Iterator[Any], first: int, begin: int) -> tuple[int, str | None]:
         """Read batches from number `first` to `begin`; returns the number that was reached, and the digest of the last one."""
         last = deque(enumerate(islice(batches, max(begin - first, 0)), first + 1), maxlen=1)
-        return (first, None) if not last else (last[0][0], self.record.of(last[0][1]))
+        return (first, None) if not last else (last[0][0], BatchDigest(last[0][1], now=True).text())
 
     def _warn_of_other_data(self, batches: int) -> None:
         if self._resampled:
@@ -657,7 +658,7 @@ class StreamSharder:
             self.last_length += step
             self.ended = number == self._own
             if history.kept:
-                self.record.add(batch)
+                self.record.add_own(batch)
             if step > 1 and not self._overlaps_checked:
                 self.record.add_samples(batch)
             yield batch
