@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trainkit import errors
     from trainkit.accelerator import Accelerator
     from trainkit.accelerator.prepared_loaders import skip_first_batches
+    from trainkit.accelerator.states import AcceleratorState, PartialState
     from trainkit.callback import Callback
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
     from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accelerator",
+    "AcceleratorState",
     "AutocastKwargs",
     "Callback",
     "CombinedLoader",
@@ -63,6 +65,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "ParallelismConfig",
+    "PartialState",
     "Precision",
     "ProfileKwargs",
     "ProjectConfiguration",
@@ -82,6 +85,7 @@ __all__ = [
 
 _PLACES = {
     "Accelerator": "trainkit.accelerator",
+    "AcceleratorState": "trainkit.accelerator.states",
     "AutocastKwargs": "trainkit.config.kwargs_handlers",
     "Callback": "trainkit.callback",
     "CombinedLoader": "trainkit.data.combined",
@@ -99,6 +103,7 @@ _PLACES = {
     "LightningModule": "trainkit.module.train_module",
     "Float8Precision": "trainkit.precision",
     "ParallelismConfig": "trainkit.config.fsdp_plugin",
+    "PartialState": "trainkit.accelerator.states",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",
     "ProjectConfiguration": "trainkit.config.kwargs_handlers",

@@ -22,7 +22,8 @@ from trainkit.accelerator.gradients import AccumulationState, CallWindow, Gradie
 from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
-from trainkit.accelerator.processes import AcceleratorState, Gathering, only_where, remember, run_first, share_of
+from trainkit.accelerator.processes import Gathering, only_where, remember, run_first, share_of
+from trainkit.accelerator.states import AcceleratorState
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.plain_files import shard_size
 from trainkit.checkpoint.urls import remote_sync
@@ -270,16 +271,8 @@ class Accelerator:
     @property
     def state(self) -> AcceleratorState:
         """The device, the processes and the precision in one object, as in Accelerate."""
-        return AcceleratorState(
-            self.distributed_type,
-            self.num_processes,
-            self.process_index,
-            self.local_process_index,
-            self.device,
-            self.mixed_precision,
-            self.deepspeed_plugin,
-            self.fsdp_plugin,
-        )
+        state: AcceleratorState = AcceleratorState.of(self)
+        return state
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:

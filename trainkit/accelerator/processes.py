@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import count
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -29,12 +28,8 @@ from trainkit.strategy import Strategy
 
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator
-    from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-    from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
-    from trainkit.config.kwargs_handlers import DistributedType
 
 __all__ = [
-    "AcceleratorState",
     "Gathering",
     "gathering",
     "latest",
@@ -50,46 +45,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _REDUCTIONS = ("sum", "mean", "max", "none")
 _NO_BATCH = SimpleNamespace(samples=None, padding=False, padded=None, full=None)
-
-
-@dataclass(frozen=True)
-class AcceleratorState:
-    """The device, the processes and the precision of a run: `accelerator.state`.
-
-    Attributes:
-        distributed_type: How the run is distributed.
-        num_processes: As `Accelerator.num_processes`.
-        process_index: The rank of this process.
-        local_process_index: The rank of this process on its node.
-        device: The device of this process.
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        deepspeed_plugin: The options of ZeRO, with `zero_stage` and `deepspeed_config`; `None` without ZeRO.
-        fsdp_plugin: The options of FSDP; `None` without FSDP.
-    """
-
-    distributed_type: DistributedType
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    device: torch.device
-    mixed_precision: str
-    deepspeed_plugin: DeepSpeedPlugin | None = None
-    fsdp_plugin: FullyShardedDataParallelPlugin | None = None
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the main process, rank 0."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its node."""
-        return self.local_process_index == 0
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes, or a process drives several devices."""
-        return self.num_processes > 1
 
 
 # ------------------------------------------------------------------------------------------ order and division

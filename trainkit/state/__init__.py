@@ -1,17 +1,18 @@
 """Captures the state of models, optimizers, schedulers and a run for a checkpoint, and restores it.
 
-Only `single_file` accesses files here; `trainkit.checkpoint` reads and writes checkpoints.
+Only `single_file` accesses files here; `trainkit.checkpoint` reads and writes checkpoints. The names that Accelerate has in its
+`state` can be imported from here, too.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from trainkit.names import lazily
 
-from trainkit.names import absent
+_OF_ACCELERATE = {
+    "AcceleratorState": ".accelerator.states",
+    "DistributedType": ".config.kwargs_handlers",
+    "PartialState": ".accelerator.states",
+    "is_initialized": ".accelerator.states",
+}
 
-__all__: list[str] = []
-
-
-def __getattr__(name: str) -> Any:
-    """Explain what to use instead of a name that Accelerate has in its `state`."""
-    raise absent("trainkit.state", name, __all__)
+__getattr__, __dir__ = lazily(globals(), _OF_ACCELERATE)
