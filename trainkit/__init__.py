@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from trainkit import errors
     from trainkit.accelerator import Accelerator
     from trainkit.accelerator.prepared_loaders import skip_first_batches
-    from trainkit.accelerator.states import AcceleratorState, PartialState
+    from trainkit.accelerator.state_views import AcceleratorState, PartialState
     from trainkit.callback import Callback
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
     from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
@@ -43,7 +43,13 @@ if TYPE_CHECKING:
     from trainkit.rng import seed_everything
     from trainkit.strategy import Strategy
     from trainkit.trainer.trainer import Trainer
-    from trainkit.utils import find_executable_batch_size, load_checkpoint_in_model, set_seed, write_basic_config
+    from trainkit.utils import (
+        find_executable_batch_size,
+        is_rich_available,
+        load_checkpoint_in_model,
+        set_seed,
+        write_basic_config,
+    )
 
 __all__ = [
     "Accelerator",
@@ -75,6 +81,7 @@ __all__ = [
     "__version__",
     "errors",
     "find_executable_batch_size",
+    "is_rich_available",
     "load_checkpoint_in_model",
     "notebook_launcher",
     "seed_everything",
@@ -85,7 +92,7 @@ __all__ = [
 
 _PLACES = {
     "Accelerator": "trainkit.accelerator",
-    "AcceleratorState": "trainkit.accelerator.states",
+    "AcceleratorState": "trainkit.accelerator.state_views",
     "AutocastKwargs": "trainkit.config.kwargs_handlers",
     "Callback": "trainkit.callback",
     "CombinedLoader": "trainkit.data.combined",
@@ -103,7 +110,7 @@ _PLACES = {
     "LightningModule": "trainkit.module.train_module",
     "Float8Precision": "trainkit.precision",
     "ParallelismConfig": "trainkit.config.fsdp_plugin",
-    "PartialState": "trainkit.accelerator.states",
+    "PartialState": "trainkit.accelerator.state_views",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",
     "ProjectConfiguration": "trainkit.config.kwargs_handlers",
@@ -111,6 +118,7 @@ _PLACES = {
     "TrainModule": "trainkit.module.train_module",
     "Trainer": "trainkit.trainer.trainer",
     "find_executable_batch_size": "trainkit.utils",
+    "is_rich_available": "trainkit.utils",
     "load_checkpoint_in_model": "trainkit.utils",
     "notebook_launcher": "trainkit.launch.notebook",
     "seed_everything": "trainkit.rng",

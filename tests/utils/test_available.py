@@ -40,3 +40,18 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not available.is_torch_xla_available(check_is_tpu=True)
     assert available.is_fp16_available()
     assert available.is_bf16_available() is (not torch.cuda.is_available() or torch.cuda.is_bf16_supported())
+
+
+def test_others_that_accelerate_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    packages = {"rich": "rich", "bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "fp8": "torchao"}
+    for word, package in packages.items():
+        asked = getattr(available, f"is_{word}_available")
+        assert asked() is (find_spec(package) is not None)
+        assert pickle.loads(pickle.dumps(asked)) is asked
+        with monkeypatch.context() as patch:
+            for there in (True, False):
+                patch.setattr(available, "is_installed", {package: there}.__getitem__)
+                assert asked() is there
+    assert (available.is_hpu_available(init_hccl=True), available.is_mlu_available(check_device=True)) == (False, False)
+    assert available.is_weights_only_available()
+    assert available.is_rocm_available() is (torch.version.hip is not None and torch.cuda.is_available())

@@ -23,7 +23,7 @@ from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import Gathering, only_where, remember, run_first, share_of
-from trainkit.accelerator.states import AcceleratorState
+from trainkit.accelerator.state_views import AcceleratorState
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.plain_files import shard_size
 from trainkit.checkpoint.urls import remote_sync

@@ -9,10 +9,10 @@ from __future__ import annotations
 from trainkit.names import lazily
 
 _OF_ACCELERATE = {
-    "AcceleratorState": ".accelerator.states",
+    "AcceleratorState": ".accelerator.state_views",
     "DistributedType": ".config.kwargs_handlers",
-    "PartialState": ".accelerator.states",
-    "is_initialized": ".accelerator.states",
+    "PartialState": ".accelerator.state_views",
+    "is_initialized": ".accelerator.state_views",
 }
 
 __getattr__, __dir__ = lazily(globals(), _OF_ACCELERATE)
