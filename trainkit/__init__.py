@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
     from trainkit.utils import (
         find_executable_batch_size,
+        init_empty_weights,
         is_rich_available,
         load_checkpoint_in_model,
         set_seed,
@@ -81,6 +82,7 @@ __all__ = [
     "__version__",
     "errors",
     "find_executable_batch_size",
+    "init_empty_weights",
     "is_rich_available",
     "load_checkpoint_in_model",
     "notebook_launcher",
@@ -118,6 +120,7 @@ _PLACES = {
     "TrainModule": "trainkit.module.train_module",
     "Trainer": "trainkit.trainer.trainer",
     "find_executable_batch_size": "trainkit.utils",
+    "init_empty_weights": "trainkit.utils",
     "is_rich_available": "trainkit.utils",
     "load_checkpoint_in_model": "trainkit.utils",
     "notebook_launcher": "trainkit.launch.notebook",

@@ -9,7 +9,13 @@ from typing import Any
 
 from trainkit.checkpoint.plain_files import load
 from trainkit.compat.accelerate_names import this_machine as _this_machine
-from trainkit.compat.accelerate_names.modeling import extract_model_from_parallel, is_compiled_module, load_checkpoint_in_model
+from trainkit.compat.accelerate_names.modeling import (
+    extract_model_from_parallel,
+    init_empty_weights,
+    is_compiled_module,
+    is_peft_model,
+    load_checkpoint_in_model,
+)
 from trainkit.compat.accelerate_names.operations import (
     broadcast,
     broadcast_object_list,
@@ -71,7 +77,9 @@ __all__ = [
     "find_executable_batch_size",
     "gather",
     "gather_object",
+    "init_empty_weights",
     "is_compiled_module",
+    "is_peft_model",
     "load",
     "load_checkpoint_in_model",
     "notebook_launcher",

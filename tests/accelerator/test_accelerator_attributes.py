@@ -22,8 +22,10 @@ def test_one_process() -> None:
 
 def test_what_accelerate_has_and_we_have_not_is_named_with_what_to_use() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(AttributeError, match=r"no 'scaler'\. Use accelerator\.strategy\.precision\.scaler"):
-        _ = accelerator.scaler
+    with pytest.raises(AttributeError, match=r"no 'dispatch_batches'\. Use nothing: each process reads its own batches"):
+        _ = accelerator.dispatch_batches
+    assert accelerator.scaler is None
+    assert isinstance(Accelerator(cpu=True, mixed_precision="fp16").scaler, torch.amp.GradScaler)
     with pytest.raises(AttributeError, match=r"no 'gather_for_metric'\. Did you mean 'gather_for_metrics'\?"):
         _ = accelerator.gather_for_metric
     assert not hasattr(accelerator, "register_save_state_pre_hook")
@@ -73,7 +75,7 @@ def test_two_accelerators_of_one_strategy_have_the_same_state() -> None:
     first, second = Accelerator(strategy=strategy), Accelerator(strategy=strategy)
     assert first.state == second.state
     assert first.deepspeed_plugin is None
-    with pytest.raises(AttributeError, match=r"^an Accelerator has no 'scaler'\. Use "):
-        _ = first.scaler
+    with pytest.raises(AttributeError, match=r"^an Accelerator has no 'non_blocking'\. Use "):
+        _ = first.non_blocking
     with pytest.raises(AttributeError, match=r"Did you mean 'gather'\?$"):
         _ = first.gathr

@@ -1,6 +1,8 @@
-"""`extract_model_from_parallel` and `is_compiled_module`. `Accelerator.unwrap_model` does the same."""
+"""What is around a model, and models without memory. `Accelerator.unwrap_model` is `extract_model_from_parallel`."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,13 @@ from torch import nn
 
 from trainkit import Accelerator
 from trainkit.errors import UnsupportedArgumentError
-from trainkit.utils import extract_model_from_parallel, is_compiled_module
+from trainkit.utils import (
+    extract_model_from_parallel,
+    init_empty_weights,
+    is_compiled_module,
+    is_peft_model,
+    load_checkpoint_in_model,
+)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -44,3 +52,40 @@ def test_a_model_that_is_only_evaluated() -> None:
     assert accelerator.unwrap_model(prepared) is teacher
     with pytest.raises(UnsupportedArgumentError, match=r"which shards the models.*accelerator\.device\)\.eval\(\)"):
         Accelerator(cpu=True, strategy="zero1").prepare_model(nn.Linear(2, 1), evaluation_mode=True)
+
+
+def test_a_model_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(2, 1)), peft.LoraConfig(target_modules=["0"]))
+    assert [is_peft_model(one) for one in (model, accelerator.prepare(model), model.base_model, nn.Linear(2, 1))] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+class _WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 3)
+        self.inner.weight.requires_grad_(False)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+@pytest.mark.parametrize("include_buffers", [False, True])
+def test_a_model_without_memory(include_buffers: bool, tmp_path: Path) -> None:
+    saved = _WithBuffer()
+    Accelerator(cpu=True).save_model(saved, tmp_path)
+    with init_empty_weights(include_buffers):
+        model = _WithBuffer()
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert [p.requires_grad for p in (model.inner.weight, model.inner.bias)] == [False, True]
+    assert model.table.device.type == ("meta" if include_buffers else "cpu")
+    if not include_buffers:
+        load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"})
+        for (name, one), other in zip(model.named_parameters(), saved.parameters(), strict=True):
+            assert torch.equal(one, other), name
+        assert torch.equal(model.table, saved.table)
+    assert nn.Linear(2, 1).weight.device.type == "cpu"

@@ -312,6 +312,11 @@ class Accelerator:
             )
 
     @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The scaler of the loss under `mixed_precision="fp16"`; `None` where the loss is not scaled."""
+        return self.strategy.precision.scaler
+
+    @property
     def seed(self) -> int:
         """The seed of order and randomness: that of `set_seed`, called before the first loader is prepared.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,7 +40,13 @@ from trainkit.state.model import ModelState, plan_model
 from trainkit.state.training_objects import model_stems
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
-__all__ = ["extract_model_from_parallel", "is_compiled_module", "load_checkpoint_in_model"]
+__all__ = [
+    "extract_model_from_parallel",
+    "init_empty_weights",
+    "is_compiled_module",
+    "is_peft_model",
+    "load_checkpoint_in_model",
+]
 
 _WEIGHTS = "model.safetensors"
 _INDEX = ".safetensors.index.json"
@@ -457,3 +464,52 @@ def _inside(model: nn.Module) -> nn.Module:
 def is_compiled_module(module: nn.Module) -> bool:
     """Whether `torch.compile` returned this module."""
     return isinstance(module, torch._dynamo.OptimizedModule)
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether a model is a `peft.PeftModel`, inside the wrappers of `prepare`, DDP and `torch.compile`.
+
+    Args:
+        model: A model, wrapped or not.
+    """
+    kind = getattr(sys.modules.get("peft"), "PeftModel", None)  # Who has such a model has imported peft.
+    return kind is not None and isinstance(extract_model_from_parallel(model), kind)
+
+
+# ------------------------------------------------------------------------------------------------ models without memory
+
+
+@contextmanager
+def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
+    """A context in which the parameters of new models are on the meta device: they have shapes, and take no memory.
+
+    `load_checkpoint_in_model(model, folder, device_map={"": "cuda:0"})` then loads values into such a model. Where buffers are
+    to be on the meta device too, this is `torch.device("meta")`.
+
+    Args:
+        include_buffers: Also create buffers there. By default they get their values, which a checkpoint may not have.
+
+    Example:
+        ```python
+        with init_empty_weights():
+            model = Net()
+        load_checkpoint_in_model(model, "checkpoint", device_map={"": "cuda:0"})
+        ```
+    """
+    if include_buffers:
+        with torch.device("meta"):
+            yield
+        return
+    register = nn.Module.register_parameter
+
+    def register_empty(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not is_lazy(param):
+            meta = param.detach().to("meta")
+            self._parameters[name] = type(param)(meta, requires_grad=param.requires_grad)
+
+    nn.Module.register_parameter = register_empty  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
