@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import datetime
 import threading
+import weakref
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -174,8 +175,13 @@ def test_a_digest_that_is_computed_later_is_that_of_the_batch_when_it_was_read(k
     if isinstance(batch, dict):
         batch["c"] = batch.pop("a")  # as a step may do with a batch that is not moved
     assert later.text() == at_once.text()
-    next(iter(batch.values() if isinstance(batch, dict) else batch)).add_(1)
+    value = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    value.add_(1)
     assert later.text() == at_once.text()  # kept
+    assert not later.changed
+    held = weakref.ref(value)
+    del batch, value
+    assert held() is None
 
 
 def test_a_batch_that_was_changed_in_place_has_none_and_the_next_ones_are_computed_at_once() -> None:
@@ -188,6 +194,7 @@ def test_a_batch_that_was_changed_in_place_has_none_and_the_next_ones_are_comput
     batches[0][0].mul_(2)
     assert record.last.changed
     assert record.last.text() is None
+    assert record.last.changed
     for batch in batches[1:]:
         record.add_own(batch)
         batch[0].mul_(2)

@@ -69,9 +69,10 @@ def test_a_module_is_freed_with_its_trainer() -> None:
     assert [reference() for reference in alive] == [None, None]
 
 
-def test_a_fit_holds_no_batch_when_it_is_over() -> None:
-    """After a fit, only the module stays in device memory."""
-    trainer = make_trainer(max_epochs=2)
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_steps": 3}, {"max_epochs": 1, "accumulate_grad_batches": 2}])
+def test_a_fit_holds_no_batch_when_it_is_over(limits: dict[str, int]) -> None:
+    """After a fit, also one that ends inside an epoch, only the module stays in device memory."""
+    trainer = make_trainer(**limits)
     module = TinyModule()
 
     class Batches:

@@ -162,12 +162,13 @@ class BatchDigest:
         now: Compute it at once.
     """
 
-    __slots__ = ("_batch", "_text", "_values", "_versions")
+    __slots__ = ("_batch", "_changed", "_text", "_values", "_versions")
 
     def __init__(self, batch: Any, now: bool = False) -> None:
         kind = type(batch)
         values = tuple(batch.values()) if kind is dict else tuple(batch) if kind is list or kind is tuple else ()
         self._versions = None if now or not values else _versions(values)
+        self._changed = False
         self._text = digest(batch, _QUICK) if self._versions is None else None
         if self._versions is not None:
             self._batch = dict.fromkeys(batch) if kind is dict else kind  # A user may add or remove keys.
@@ -176,13 +177,16 @@ class BatchDigest:
     @property
     def changed(self) -> bool:
         """Whether the batch was changed in place before its digest was computed."""
-        return self._text is None and _versions(self._values) != self._versions
+        return self._changed or (self._versions is not None and _versions(self._values) != self._versions)
 
     def text(self) -> str | None:
-        """The digest; `None` if the batch was changed before."""
-        if self._text is None and not self.changed:
-            made, values = self._batch, self._values
-            self._text = digest(dict(zip(made, values, strict=True)) if isinstance(made, dict) else made(values), _QUICK)
+        """The digest; `None` if the batch was changed before. From then on it does not refer to the batch."""
+        if self._versions is not None:
+            self._changed = self.changed
+            if not self._changed:
+                made, values = self._batch, self._values
+                self._text = digest(dict(zip(made, values, strict=True)) if isinstance(made, dict) else made(values), _QUICK)
+            self._versions, self._values = None, ()
         return self._text
 
 

@@ -286,6 +286,9 @@ class StateHistory:
                 yield batch
         finally:
             self._running = False
+            for entry in self._entries:
+                if isinstance(entry.last, BatchDigest):
+                    entry.last.text()  # After an epoch no batch is held.
 
 
 _COMPARED = 4  # batches that are compared before the first one is used
