@@ -131,8 +131,11 @@ def test_what_projects_import_from_fabric() -> None:
     assert (rank_zero_only, seed_everything) == (trainkit.utilities.rank_zero_only, trainkit.seed_everything)
     assert _PATH is trainkit.utilities.types._PATH
     assert get_filesystem("memory://runs").protocol == "memory"
-    with pytest.raises(ImportError, match="has no Fabric. Use: from trainkit import Accelerator"):
-        from trainkit.fabric import Fabric  # noqa: F401
+    assert trainkit.fabric.Fabric.__name__ == "Fabric"
+    with pytest.raises(ImportError, match="has no ModelParallelStrategy. Use: from trainkit.strategies import FSDPStrategy"):
+        from trainkit.fabric import ModelParallelStrategy  # noqa: F401
+    with pytest.raises(ImportError, match="has no Fabric. Use: from trainkit.fabric import Fabric"):
+        from trainkit import Fabric  # noqa: F401
 
 
 @pytest.mark.parametrize(
