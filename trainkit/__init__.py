@@ -136,6 +136,9 @@ sys.meta_path.insert(0, Aliases())
 if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:  # before the script's next line
     import_module("trainkit.launch.starting").watch_cuda()
 
+if os.environ.get("TRAINKIT_AS"):  # the process that started this one has opened a door
+    import_module("trainkit.names.doors").open_all(os.environ["TRAINKIT_AS"].split(","))
+
 
 def __getattr__(name: str) -> Any:
     """Load a public name when it is first used, so that importing trainkit costs next to nothing."""

@@ -94,7 +94,7 @@ def test_options_are_frozen() -> None:
     ]  # fmt: skip
     assert found["config"] == sorted([*settings, "--help", "-h"])
     launching = [
-        "--export", "--help", "--hostfile", "--master-addr", "--master-port", "--max-restarts", "--module", "--nnodes",
+        "--as", "--export", "--help", "--hostfile", "--master-addr", "--master-port", "--max-restarts", "--module", "--nnodes",
         "--node-rank", "--nproc-per-node", "--setup", "--ssh", "-h", "-m", "ARGS", "SCRIPT",
     ]  # fmt: skip
     assert found["launch"] == sorted([*settings, *launching])

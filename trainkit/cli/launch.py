@@ -26,6 +26,7 @@ from trainkit.config.settings import VARIABLE, Settings, carry, with_environment
 from trainkit.config.settings_file import check_settings
 from trainkit.errors import ConfigurationError, nearest
 from trainkit.launch.environment import Nodes, grace, is_local, join_timeout, node_range, quietly, read_nodes
+from trainkit.names.doors import variables
 
 __all__ = ["Host", "add_arguments", "process_variables", "read_hostfile", "run"]
 
@@ -69,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser, "a file written by trainkit config or Accelerate; flags override it. Default: the file of trainkit config"
     )
     add_flags(parser)
+    parser.add_argument(
+        "--as",
+        dest="door",
+        choices=("lightning", "accelerate"),
+        help="a script of this framework runs as it is: its imports find trainkit",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     parser.add_argument("SCRIPT", help="a Python file")
     parser.add_argument("ARGS", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -92,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
     processes = processes_per_node(args, flags, settings, nodes)
     restarts = count(args.max_restarts, "--max-restarts") if args.max_restarts is not None else nodes.max_restarts or 0
     environment = {name: value for name, value in quietly(os.environ).items() if name != VARIABLE} | process_variables(settings)
+    if args.door is not None:
+        environment |= variables(args.door, environment)
     from trainkit.launch.agent import Job, run_job
 
     return run_job(
@@ -131,6 +140,8 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
         common += ["--master-port", str(settings.get("main_process_port"))]
     if args.max_restarts is not None:
         common += ["--max-restarts", str(count(args.max_restarts, "--max-restarts"))]
+    if args.door is not None:
+        common += ["--as", args.door]
     program = [*(["-m"] if args.module else []), args.SCRIPT, *args.ARGS]
     _program(args.SCRIPT, args.module)
     exports = _exports(args.export or [], os.environ) | process_variables(settings, always=True)

@@ -14,6 +14,8 @@ is a module below `lightning.pytorch` ("" is that itself) and holds the names of
 - `defaults`: argument → its default values in Lightning; those of all others are `None`.
 
 `accelerate.json` has `arguments` too, the `attributes` of an Accelerator, and what to use → names for `trackers` and `imports`.
+For `trainkit.names.doors` both have the `version` of the framework that trainkit follows, and `accelerate.json` also its
+`modules`, the `homes` of their names in trainkit, and `placeholders`: names that other libraries import and we do not have.
 """
 
 from __future__ import annotations
@@ -31,7 +33,18 @@ from typing import Any
 
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError, nearest
 
-__all__ = ["absent", "advice", "advice_by_place", "home_of", "lazily", "refuse_unknown", "submodule", "table", "use_instead"]
+__all__ = [
+    "absent",
+    "advice",
+    "advice_by_place",
+    "home_of",
+    "is_import_from",
+    "lazily",
+    "refuse_unknown",
+    "submodule",
+    "table",
+    "use_instead",
+]
 
 
 # ------------------------------------------------------------------------------------------- names of packages of trainkit
@@ -84,10 +97,7 @@ def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | Imp
         known: The names that exist.
     """
     use = use_instead(module, name)
-    frame = inspect.currentframe()
-    for _ in range(2):  # the frames of this function and of __getattr__
-        frame = None if frame is None else frame.f_back
-    importing = frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
+    importing = is_import_from(2)
     if use is not None:
         text = f"{module} has no {name}. Use: {use}"
     elif importing:
@@ -96,6 +106,18 @@ def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | Imp
         text = f"module {module!r} has no attribute {name!r}.{nearest(name, known)}"
     # without a name Python would add a "Did you mean" of its own
     return ImportError(text, name=module) if importing else AttributeError(text, name=name, obj=None)
+
+
+def is_import_from(depth: int) -> bool:
+    """Whether `from module import name` asks for a name.
+
+    Args:
+        depth: How many functions there are between the caller of this one and that line; the caller itself is 1.
+    """
+    frame = inspect.currentframe()
+    for _ in range(depth + 1):
+        frame = None if frame is None else frame.f_back
+    return frame is not None and dis.opname[frame.f_code.co_code[frame.f_lasti]] == "IMPORT_FROM"
 
 
 # ------------------------------------------------------------------------------------------- names of Lightning and Accelerate

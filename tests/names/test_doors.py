@@ -1,0 +1,145 @@
+"""The doors: `lightning` and `accelerate` are trainkit's names after one import, or one flag, here and in child processes.
+
+Each test starts a fresh Python: a door stays open until its process ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from helpers.support import run_python
+
+HERE = """
+import trainkit.compat.lightning, trainkit.compat.accelerate
+import importlib, importlib.metadata as metadata, importlib.util, sys
+import trainkit, trainkit.callbacks
+before = list(sys.meta_path)
+importlib.reload(trainkit.compat.lightning)
+assert sys.meta_path == before
+
+import lightning as L, lightning.pytorch as pl, pytorch_lightning, accelerate
+from lightning.pytorch.callbacks import Callback
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from pytorch_lightning.utilities import rank_zero_only as same
+assert L.LightningModule is pl.LightningModule is pytorch_lightning.LightningModule is trainkit.LightningModule
+assert pl.callbacks is trainkit.callbacks is importlib.import_module("pytorch_lightning.callbacks")
+assert Callback is trainkit.Callback and rank_zero_only is same
+for name in ("lightning", "pytorch-lightning", "pytorch_lightning"):
+    assert metadata.version(name) == L.__version__ == pl.__version__ == pytorch_lightning.__version__ == "2.6.6"
+assert metadata.version("accelerate") == accelerate.__version__ == "1.15.0"
+assert "accelerate" in metadata.packages_distributions()["accelerate"]
+assert importlib.util.find_spec("lightning.pytorch.callbacks") and importlib.util.find_spec("accelerate.hooks")
+assert importlib.util.find_spec("lightning.app") is None and importlib.util.find_spec("accelerate.nothing") is None
+
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from accelerate.utils import operations, set_seed
+from accelerate.hooks import AlignDevicesHook
+from accelerate.utils import get_balanced_memory
+assert Accelerator is trainkit.Accelerator and set_seed is trainkit.set_seed and operations.gather is trainkit.utils.gather
+assert accelerate.utils is importlib.import_module("accelerate.utils")
+assert AlignDevicesHook is accelerate.AlignDevicesHook and not isinstance(1, AlignDevicesHook)
+
+def message(text):
+    try:
+        exec(text, {"L": L, "accelerate": accelerate, "hook": AlignDevicesHook, "balance": get_balanced_memory})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+texts = sys.stdin.read().splitlines()
+import json
+print(json.dumps([message(text) for text in texts]))
+"""
+
+WRONG = {
+    "import lightning.app": "ModuleNotFoundError: No module named 'lightning.app': trainkit takes the place of lightning",
+    "import accelerate.nothing": "ModuleNotFoundError: No module named 'accelerate.nothing': trainkit takes the place of",
+    "from lightning import LightningModul": "ImportError: module 'trainkit' has no attribute 'LightningModul'. Did you mean",
+    "L.LightningModul": "AttributeError: module 'trainkit' has no attribute 'LightningModul'. Did you mean",
+    "from lightning.pytorch.plugins import DoublePrecision": "ImportError: trainkit.plugins has no DoublePrecision. Use: ",
+    "from accelerate.utils import RNGType": "ImportError: trainkit.utils has no RNGType. Use: ",
+    "from accelerate.utils import nothing": "ImportError: accelerate.utils has no nothing: trainkit takes its place. Use: ",
+    "accelerate.nothing": "AttributeError: accelerate has no nothing: trainkit takes its place. Use: ",
+    "hook()": "ConfigurationError: accelerate.hooks.AlignDevicesHook cannot be called: ",
+    "balance({})": "ConfigurationError: accelerate.utils.get_balanced_memory cannot be called: ",
+}
+
+CHILD = """
+import multiprocessing
+import lightning
+from lightning.pytorch.callbacks import Callback
+
+class Mine(Callback):
+    pass
+
+def work(queue, mine):
+    queue.put((type(mine).__mro__[1].__module__, lightning.__version__))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=work, args=(queue, Mine()))
+    process.start()
+    print(*queue.get(timeout=120), flush=True)
+    process.join()
+"""
+
+
+def test_behind_both_doors() -> None:
+    done = subprocess.run([sys.executable, "-c", HERE], input="\n".join(WRONG), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for text, found, expected in zip(WRONG, json.loads(done.stdout), WRONG.values(), strict=True):
+        assert str(found).startswith(expected), text
+
+
+def test_the_real_package_is_imported_already(tmp_path: Path) -> None:
+    (tmp_path / "lightning.py").write_text("")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import lightning, trainkit.compat.lightning"
+    done = run_python(program, bare=True)
+    assert done.returncode == 1
+    assert "ConfigurationError: the real lightning is imported already" in done.stderr
+    assert "trainkit launch --as lightning script.py" in done.stderr
+
+
+def test_the_flag_and_spawned_processes(tmp_path: Path) -> None:
+    """Two ranks, whose script does not name trainkit; each spawns a process, which unpickles a class of the script."""
+    (tmp_path / "script.py").write_text(CHILD)
+    (tmp_path / "sitecustomize.py").write_text("print('hidden', flush=True)")
+    command = [sys.executable, "-m", "trainkit", "launch", "--as", "lightning", "--cpu", "--nproc-per-node", "2"]
+    folders = [str(Path(__file__).parents[2]), str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
+    done = subprocess.run([*command, str(tmp_path / "script.py")], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trainkit.callback 2.6.6") == 2
+    assert done.stdout.count("hidden") >= 4  # the sitecustomize of the user still runs, in ranks and in their children
+
+
+def test_no_other_module_opens_a_door() -> None:
+    """One process imports all of them, and looks after each: a process for each would take minutes."""
+    program = """
+import importlib, pkgutil, sys
+import trainkit
+finders, imported = list(sys.meta_path), []
+for found in pkgutil.walk_packages(trainkit.__path__, "trainkit.", onerror=lambda name: None):
+    doors = ("trainkit.compat.lightning", "trainkit.compat.accelerate")
+    if found.name in doors or found.name.endswith(("__main__", "sitecustomize")):
+        continue
+    try:
+        importlib.import_module(found.name)
+    except ImportError:  # an optional package
+        pass
+    imported.append(found.name)
+    from trainkit.names.doors import Door
+    assert not any(isinstance(finder, Door) for finder in sys.meta_path), found.name
+    loaded = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate"} & set(sys.modules)
+    assert not loaded, (found.name, loaded)
+assert [finder for finder in finders if finder in sys.meta_path] == finders
+print(len(imported))
+"""
+    done = run_python(program, bare=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.splitlines()[-1]) > 200

@@ -1,0 +1,1 @@
+"""A folder for `PYTHONPATH`: its `sitecustomize.py` opens the doors of the process that started this one."""
