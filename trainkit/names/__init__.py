@@ -15,7 +15,8 @@ is a module below `lightning.pytorch` ("" is that itself) and holds the names of
 
 `accelerate.json` has `arguments` too, the `attributes` of an Accelerator, and what to use → names for `trackers` and `imports`.
 For `trainkit.names.doors` both have the `version` of the framework that trainkit follows, and `accelerate.json` also its
-`modules`, the `homes` of their names in trainkit, and `placeholders`: names that other libraries import and we do not have.
+`modules`, the `homes` of their names in trainkit, `unavailable`: functions whose answer is no, and `placeholders`: names that
+other libraries import and we do not have.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from trainkit.errors import ConfigurationError
-from trainkit.names import absent, advice, is_import_from, table
+from trainkit.names import absent, advice, is_import_from, submodule, table
 
 __all__ = ["VARIABLE", "Door", "open_door", "variables"]
 
@@ -122,7 +122,8 @@ class Door(DistributionFinder, Loader):
         """Give the module its names, or put the module of trainkit in its place."""
         where = module.__name__
         if not self._is_made_here(where):
-            sys.modules[where] = import_module(str(_module_of_ours(where)))
+            ours = sys.modules[where] = import_module(str(_module_of_ours(where)))
+            vars(ours).setdefault("__getattr__", _refuse_unknown(ours))  # Python's own error does not say what to use.
             return
         if "." not in where or where in _LIGHTNING:
             vars(module)["__version__"] = table(self.framework)["version"]
@@ -165,6 +166,15 @@ def _module_of_ours(module: str) -> str | None:
         if module.startswith(f"{package}."):
             return _LIGHTNING[package] + module.removeprefix(package)
     return None
+
+
+def _refuse_unknown(module: ModuleType) -> Callable[[str], Any]:
+    def get(name: str) -> Any:
+        if not name.startswith("__") and (child := submodule(vars(module), name)) is not None:
+            return child
+        raise absent(module.__name__, name, vars(module))
+
+    return get
 
 
 def _is_statement() -> bool:
@@ -218,6 +228,8 @@ def _names_of_accelerate(where: str) -> _Pair:
             module = import_module(home)
             if name in getattr(module, "__all__", ()):
                 return getattr(module, name)
+        if name in table("accelerate")["unavailable"]:  # libraries call these when they are imported
+            return _is_unavailable
         if name in table("accelerate")["placeholders"]:
             value = vars(sys.modules[where])[name] = _placeholder(where, name)
             return value
@@ -230,6 +242,11 @@ def _names_of_accelerate(where: str) -> _Pair:
         return sorted({name for home in homes for name in getattr(import_module(home), "__all__", ()) if name[0] != "_"})
 
     return get, names
+
+
+def _is_unavailable() -> bool:
+    """Whether a kind of device can be used on which trainkit does not run."""
+    return False
 
 
 _made: dict[str, Any] = {}
