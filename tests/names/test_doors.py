@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from helpers.support import run_python
 
 HERE = """
@@ -94,6 +95,43 @@ def test_behind_both_doors() -> None:
     assert done.returncode == 0, done.stderr
     for text, found, expected in zip(WRONG, json.loads(done.stdout), WRONG.values(), strict=True):
         assert str(found).startswith(expected), text
+
+
+LORA = """
+import trainkit.compat.accelerate
+import torch, peft, transformers
+import transformers.modeling_utils
+from accelerate import Accelerator
+from accelerate.utils.versions import is_torch_version
+
+assert is_torch_version(">=", "2.9") and not is_torch_version("<", "2.9.0") and is_torch_version("<", "99")
+torch.manual_seed(0)
+sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+loader = torch.utils.data.DataLoader([torch.arange(16) % 7 for _ in range(64)], batch_size=8)
+accelerator = Accelerator(cpu=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+losses = []
+for _ in range(2):
+    for batch in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+print(losses[0], losses[-1])
+"""
+
+
+def test_a_lora_model_trains_with_libraries_that_import_accelerate() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    done = run_python(LORA)
+    assert done.returncode == 0, done.stderr
+    first, last = map(float, done.stdout.splitlines()[-1].split())
+    assert last < first - 0.1
 
 
 def test_the_real_package_is_imported_already(tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ here too, because other libraries import names from them that trainkit does not 
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module, invalidate_caches
@@ -36,6 +38,15 @@ _LIGHTNING = {
     "pytorch_lightning": "trainkit",
     "lightning.fabric": "trainkit.fabric",
     "lightning_fabric": "trainkit.fabric",
+}
+
+_COMPARISONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    ">=": operator.ge,
 }
 
 # Python runs the sitecustomize.py of this folder in each new process whose PYTHONPATH has it.
@@ -228,6 +239,8 @@ def _names_of_accelerate(where: str) -> _Pair:
             module = import_module(home)
             if name in getattr(module, "__all__", ()):
                 return getattr(module, name)
+        if name == "is_torch_version":
+            return _is_torch_version
         if name in table("accelerate")["unavailable"]:  # libraries call these when they are imported
             return _is_unavailable
         if name in table("accelerate")["placeholders"]:
@@ -242,6 +255,14 @@ def _names_of_accelerate(where: str) -> _Pair:
         return sorted({name for home in homes for name in getattr(import_module(home), "__all__", ()) if name[0] != "_"})
 
     return get, names
+
+
+def _is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch's version, without a suffix such as `+cpu`, is `>=`, `<` and so on than another one."""
+    import torch
+
+    release = re.match(r"\d+(\.\d+)*", torch.__version__)
+    return bool(_COMPARISONS[operation](torch.torch_version.TorchVersion(release[0] if release else ""), version))
 
 
 def _is_unavailable() -> bool:
