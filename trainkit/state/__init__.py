@@ -15,4 +15,6 @@ _OF_ACCELERATE = {
     "is_initialized": ".accelerator.state_views",
 }
 
+__all__ = sorted(_OF_ACCELERATE)
+
 __getattr__, __dir__ = lazily(globals(), _OF_ACCELERATE)
