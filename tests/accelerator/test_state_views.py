@@ -21,9 +21,10 @@ def _no_accelerator_of_another_test() -> None:
     gc.collect()
 
 
-def test_a_state_without_an_accelerator_creates_one() -> None:
+@pytest.mark.parametrize("kind", [PartialState, AcceleratorState])
+def test_a_state_without_an_accelerator_creates_one(kind: type[PartialState]) -> None:
     assert not trainkit.state.is_initialized()
-    state = PartialState(cpu=True, timeout=trainkit.utils.InitProcessGroupKwargs().timeout)
+    state = kind(cpu=True, timeout=trainkit.utils.InitProcessGroupKwargs().timeout)
     assert trainkit.state.is_initialized()
     assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
     assert (state.device, state.default_device, state.backend) == (torch.device("cpu"), torch.device("cpu"), None)

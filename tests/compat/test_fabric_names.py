@@ -303,6 +303,42 @@ def test_arguments_that_cannot_work_say_what_to_use() -> None:
         fabric.setup_dataloaders([1, 2])
 
 
+def test_options_of_verbs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", precision="bf16-mixed", num_nodes=1)
+    assert fabric.autocast().fast_dtype is torch.bfloat16
+    net = nn.Linear(4, 1)
+    model = fabric.setup_module(net, move_to_device=False)
+    optimizer, other = fabric.setup_optimizers(torch.optim.SGD([net.weight], lr=0.1), torch.optim.SGD([net.bias], lr=0.1))
+    assert optimizer is not other
+    with fabric.no_backward_sync(model, enabled=True):
+        fabric.backward(model(torch.full((1, 4), 3.0)), torch.full((1, 1), 2.0), retain_graph=True, model=model)
+    assert net.weight.grad.tolist() == [[6.0] * 4]
+    assert fabric.clip_gradients(model, optimizer, max_norm=100.0, norm_type=1.0) == 24.0
+    assert fabric.clip_gradients(model, optimizer, clip_val=0.5) is None
+    assert net.weight.grad.tolist() == [[0.5] * 4]
+    net.weight.grad.fill_(math.inf)
+    assert fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False).isinf()
+    first, second = fabric.setup_dataloaders(
+        DataLoader(torch.arange(4)), DataLoader(torch.arange(2)), use_distributed_sampler=False, move_to_device=False
+    )
+    assert (len(first), len(second)) == (4, 2)
+    with fabric.rank_zero_first(local=True):
+        fabric.print("a", "b", sep="-")
+    assert fabric.launch(lambda given, one, two: one + two, 1, two=2) == 3
+    assert fabric.seed_everything(7, workers=True, verbose=True) == 7
+    assert "a-b" in capsys.readouterr().out
+    value = torch.ones(2, requires_grad=True)
+    assert fabric.all_gather(value, sync_grads=True).requires_grad
+    with pytest.raises(UnsupportedArgumentError, match=r"all_reduce\(group=...\) is not supported"):
+        fabric.all_reduce(value, group=1)
+    with pytest.raises(UnsupportedArgumentError, match=r"all_gather\(group=...\) is not supported"):
+        fabric.all_gather(value, group=1)
+    fabric.barrier("here")
+    fabric.accelerator.save({"weight": torch.ones(1, 4)}, tmp_path / "raw.safetensors")
+    fabric.load_raw(tmp_path / "raw.safetensors", model, strict=False, weights_only=True)
+    assert net.weight.tolist() == [[1.0] * 4]
+
+
 def weighted() -> str:
     fabric = Fabric(accelerator="cpu")
     data = TensorDataset(torch.arange(4.0))

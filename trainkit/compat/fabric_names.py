@@ -139,7 +139,11 @@ class Fabric:
         self.accelerator.print(*args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait until all processes have called it."""
+        """Wait until all processes have called it.
+
+        Args:
+            name: No effect: an error names the line.
+        """
         self.accelerator.wait_for_everyone()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -247,7 +251,14 @@ class Fabric:
     # --------------------------------------------------------------------------------------------------------------- the loop
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """Run the backward pass. The loss is not divided: with accumulation you divide it yourself."""
+        """Run the backward pass. The loss is not divided: with accumulation you divide it yourself.
+
+        Args:
+            tensor: The loss.
+            args: Its gradient, as for `Tensor.backward`.
+            model: No effect: the loss belongs to the model that computed it.
+            kwargs: Those of `Tensor.backward`.
+        """
         self.accelerator.backward(tensor, **({"gradient": args[0]} if args else {}), **kwargs)
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
@@ -267,6 +278,14 @@ class Fabric:
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
         """Clip the gradients of an optimizer's parameters to a value, or to a norm; returns the norm before.
+
+        Args:
+            module: No effect: the optimizer has the parameters.
+            optimizer: The optimizer, as `setup` has returned it.
+            clip_val: Largest absolute value of a gradient.
+            max_norm: Largest norm of all gradients.
+            norm_type: The order of the norm.
+            error_if_nonfinite: Raise an error if the norm is not finite.
 
         Raises:
             ConfigurationError: Neither `clip_val` nor `max_norm` is given, or both.
@@ -361,7 +380,14 @@ class Fabric:
     def load_raw(
         self, path: str | PathLike[str], obj: nn.Module, strict: bool = True, *, weights_only: bool | None = None
     ) -> None:
-        """Load a file that is the state dict of a model, such as a safetensors file. All processes call it."""
+        """Load a file that is the state dict of a model, such as a safetensors file. All processes call it.
+
+        Args:
+            path: The file.
+            obj: The model.
+            strict: Names that differ are an error.
+            weights_only: No effect: a file contains no code.
+        """
         if not isinstance(obj, nn.Module):
             raise UnsupportedArgumentError(
                 "load_raw loads models. For an optimizer: fabric.load(path, {'optimizer': optimizer})"
@@ -399,7 +425,13 @@ class Fabric:
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """Seed torch, numpy and `random`; returns the seed. Loader workers are seeded by torch, from it and the rank."""
+        """Seed torch, numpy and `random`; returns the seed. Loader workers are seeded by torch, from it and the rank.
+
+        Args:
+            seed: The seed; `None` draws one.
+            workers: No effect: loader workers have different seeds on each process.
+            verbose: Print the seed.
+        """
         return seed_everything(seed, verbose=verbose)
 
     def _say_once(self, text: str) -> None:

@@ -162,12 +162,15 @@ is_wandb_available = _installed("wandb")
 """Whether wandb is installed."""
 
 
+_IDLE = "Args:\n    check_device: No effect.\n    init_hccl: No effect."
+
+
 def _unsupported(word: str) -> Callable[..., bool]:
     def check(check_device: bool = False, init_hccl: bool = False) -> bool:
         return False
 
     check.__name__ = check.__qualname__ = f"is_{word}_available"
-    check.__doc__ = f"Always `False`: trainkit does not use {word}."
+    check.__doc__ = f"Always `False`: trainkit does not use {word}.\n\n{_IDLE}"
     return check
 
 
