@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[float, float, list[str]]:
     model = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes, **tokens, dropout_rate=0.0))
     model, *_ = train(accelerator, model, load("*.py"), args.base_epochs, args.learning_rate)
     accelerator.save_model(model, base_folder)
+    accelerator.wait_for_everyone()  # all processes read what the main process writes
     model = accelerator.free_memory(model)
 
     base = AutoModelForSeq2SeqLM.from_pretrained(base_folder)

@@ -62,6 +62,8 @@ class Strategy(Ranks):
         compiles_blocks: It works with compiled blocks, even if not with compiled models and steps.
         keeps_placement: In one process, a module whose layers are on several devices stays as it is.
         lazy_tensors: Operations are recorded, and values exist only after a sync.
+        main_saves_alone: All processes have the whole parameters and optimizer state, so in your own training loop the main
+            process writes them without the others.
         owns_masters: With 16-bit parameters the backend keeps float32 copies of them, which the optimizer updates.
         reads_checkpoint_parts: Each process reads only its part of a checkpoint's tensors, whose files are mapped.
         shards_optimizer_state: No process has the whole optimizer state.
@@ -93,6 +95,7 @@ class Strategy(Ranks):
     compiles_blocks: bool = False
     keeps_placement: ClassVar[bool] = True
     lazy_tensors: ClassVar[bool] = False
+    main_saves_alone: ClassVar[bool] = False
     owns_masters: ClassVar[bool] = False
     reads_checkpoint_parts: ClassVar[bool] = False
     shards_optimizer_state: ClassVar[bool] = False

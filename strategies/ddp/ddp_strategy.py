@@ -72,6 +72,7 @@ class DDPStrategy(ProcessStrategy):
     name: ClassVar[str] = "ddp"
     info = INFO
     can_sync_batchnorm: ClassVar[bool] = True
+    main_saves_alone: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -298,6 +298,11 @@ def test_a_kill_at_any_moment() -> None:
     assert len(names()) == 2, "nothing is left"
 
 
+def save_and_wait(accelerator: Accelerator) -> None:
+    accelerator.save_state()
+    accelerator.wait_for_everyone()
+
+
 def on_two(folder: str) -> list[Any]:
     accelerator = loop(limit=2, folder=folder)
     rank = accelerator.strategy.rank
@@ -306,7 +311,7 @@ def on_two(folder: str) -> list[Any]:
     accelerator.free_memory()
     other = loop(limit=2, folder=folder)
     with pytest.raises(ConfigurationError, match="contains checkpoint_2 to checkpoint_3 of an earlier start"):
-        other.save_state()
+        save_and_wait(other)
     other.load_state()
     with pytest.raises(CheckpointNotFoundError):
         loop(folder=f"{folder}/{rank}").load_state()
@@ -328,11 +333,11 @@ def test_the_part_needs_no_accelerator(run_dir: Path) -> None:
         project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
         numbered = NumberedCheckpoints(project, world)
         with pytest.raises(ConfigurationError, match="contains checkpoint_0 to checkpoint_2 of an earlier start"):
-            numbered.next_path()
+            numbered.next_path(world)
         numbered.continue_after(run_dir / "elsewhere")
         found: list[Any] = [project.iteration]
         numbered.continue_after(run_dir / FOLDER / "checkpoint_0")
         numbered.check()
-        return [*found, project.iteration, numbered.next_path(), numbered.newest_first()]
+        return [*found, project.iteration, numbered.next_path(world), numbered.newest_first()]
 
     assert run_threads(2, work) == [[0, 3, run_dir / FOLDER / "checkpoint_3", []]] * 2

@@ -171,6 +171,7 @@ def saved_in_shards(folder: str) -> dict[str, Any]:
     model = accelerator.prepare(network())
     accelerator.wait_for_everyone()
     accelerator.save_model(model, folder, max_shard_size="300B")
+    accelerator.wait_for_everyone()  # the main process writes
     fresh = network()
     load_checkpoint_in_model(fresh, folder, device_map={"": "cpu"})
     assert weights(fresh) == weights(accelerator.unwrap_model(model))

@@ -149,11 +149,17 @@ def test_ddp_has_the_same_bits_on_all_ranks() -> None:
 
 @pytest.mark.world_size(2)
 def test_your_own_training_loop() -> None:
+    """The main process writes alone, so a checkpoint has its values and no mix; the next verb says that others differ."""
     accelerator = Accelerator(cpu=True)
     module = nn.Linear(2, 1)
     accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    accelerator.save_state("saved")
     with torch.no_grad():
         module.bias += accelerator.process_index
+    accelerator.save_state("saved")
     with pytest.raises(CheckpointError, match="'bias' has other values on rank 1"):
-        accelerator.save_state("saved")
+        accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        accelerator.save_state("saved")  # alone: nothing to compare with
+    accelerator.wait_for_everyone()
+    saved = open_checkpoint("saved").read().tensors["model"]["bias"]
+    assert torch.equal(saved, module.bias) == accelerator.is_main_process

@@ -386,6 +386,7 @@ def quick_tour(folder: str) -> list[Any]:
     inner = net(3)
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
     accelerator.save_model(model, folder, max_shard_size="80B")
+    accelerator.wait_for_everyone()  # the main process writes
     with torch.no_grad():
         for parameter in inner.parameters():
             parameter.zero_()

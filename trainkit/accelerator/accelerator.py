@@ -203,7 +203,7 @@ class Accelerator:
         self._triggered = False
         self._numbered = NumberedCheckpoints(options.project, strategy.world)
         self._checkpointing = Checkpointing(strategy, self._numbered, self._prepared, options.resume_loaders)
-        self._saving = Saving(strategy, self._prepared.models)
+        self._saving = Saving(strategy, self._prepared.models, alone=own_loop)
         self._trackers = Trackers(list(options.log_with), options.project, strategy)
         self._traces: list[str] = []  # the files of `profile`, without their endings
         self._building = ExitStack()  # the context in which models of transformers are created
@@ -327,6 +327,11 @@ class Accelerator:
     @seed.setter
     def seed(self, seed: int) -> None:
         self._loaders.seed = seed
+
+    @property
+    def own_seed(self) -> int:
+        """On the main process `seed`, and no collective; without a loader another one is still possible."""
+        return self._loaders.own_seed
 
     @property
     def split_batches(self) -> bool:
@@ -525,7 +530,7 @@ class Accelerator:
         sources = {place: self._loaders.source(item) for place, item in enumerate(objects) if is_loader(item, place)}
         if batch_weight is not None and not sources:
             raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
-        self.collective_checks.wait("prepare")  # errors in the arguments have been raised, and nothing has been changed
+        self._checkpointing.agree_on_run()  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
         prepared = self._prepare_models(objects, evaluation)  # first: an optimizer is prepared for a model on its device
         prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
@@ -983,7 +988,9 @@ class Accelerator:
         Raises:
             CollectiveError: Another process made a different call, waits for this one, or has ended; the message names the
                 lines.
+            CheckpointError: The main process could not write what it has saved without the others.
         """
+        self._checkpointing.join()
         self.collective_checks.wait("wait_for_everyone")
 
     @contextmanager
@@ -1233,8 +1240,9 @@ class Accelerator:
     ) -> None:
         """Write a model's weights as plain safetensors, which `from_pretrained` opens if it is a `transformers` model.
 
-        Of a model with PEFT adapters, only these are written: a folder for `PeftModel.from_pretrained(base, folder)`. All
-        processes call it, and the main process writes. When it returns, the files are complete.
+        Of a model with PEFT adapters, only these are written: a folder for `PeftModel.from_pretrained(base, folder)`. The main
+        process writes, and when it returns, the files are complete. In your own training loop, under DDP, the others need not
+        call it and do not wait: see `save_state`. Under FSDP and ZeRO, and with a `Trainer`, all processes call it.
 
         Args:
             model: The model, prepared or not. With a `Trainer`, any module within its module, in `fit` or after it:
@@ -1269,7 +1277,13 @@ class Accelerator:
 
         An existing checkpoint is replaced when the new one is complete, unless its parameters are finite and the new ones are
         not: the new one is then `<output_dir>-nonfinite`, and a warning says so. Inside an accumulation window, the position at
-        the start of the window is saved. All processes call it, and each writes its part.
+        the start of the window is saved.
+
+        On one device and under DDP the main process writes, and the others return at once: all processes may call it, or the
+        main process alone, inside `if accelerator.is_main_process:`. Before another process reads the files, call
+        `wait_for_everyone`. An error is raised on the main process, and on the others by the next method that waits for all.
+        Where parameters or optimizer state are sharded, or processes have streams of their own, all processes call it, and
+        each writes its part.
 
         With `ProjectConfiguration(automatic_checkpoint_naming=True)` the folder is `project_dir/checkpoints/checkpoint_N`,
         and `output_dir` has no effect, as in Accelerate. Existing checkpoints of an earlier start are then an error, unless
@@ -1280,11 +1294,13 @@ class Accelerator:
             output_dir: The folder that becomes the checkpoint.
             safe_serialization: Only `True`.
             blocking: Return when it is complete on disk; `False`: when it is copied, and a thread writes it. The next
-                `save_state`, and `free_memory`, wait for it and raise its error; the end of the program waits too.
+                `save_state`, and `free_memory`, wait for it and raise its error; the end of the program waits too. If the main
+                process writes without the others, `wait_for_everyone` and `load_state` do so as well.
             checksum: How its files are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone replaces.
 
         Returns:
-            The folder.
+            The folder. Where the main process writes without the others, these return the one that was asked for, or the one
+            after their own last number.
 
         Raises:
             CheckpointError: It cannot be written, the folder contains something else, or the last save failed.

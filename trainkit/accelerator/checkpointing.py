@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -31,8 +32,8 @@ from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import join_names, notice, warn
 from trainkit.data.loader import PreparedLoader
-from trainkit.distributed.collective_checks import CollectiveChecks
-from trainkit.distributed.world import World
+from trainkit.distributed.collective_checks import CollectiveChecks, Values
+from trainkit.distributed.world import ThreadExchange, World
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -44,7 +45,7 @@ from trainkit.errors import (
 from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
 from trainkit.paths import local_path
 from trainkit.state.model import capture_model
-from trainkit.state.plan_checkpoint import plan_checkpoint
+from trainkit.state.plan_checkpoint import checksums, compare_ranks, plan_checkpoint
 from trainkit.state.pretrained import adapter_folders, has_adapters
 from trainkit.state.training_objects import (
     SaveMode,
@@ -66,13 +67,14 @@ __all__ = ["PARTS", "Checkpointing", "NumberedCheckpoints", "Saving", "refuse_pi
 
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loaders", "registered")
 _NAME = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
+_ALONE = World()  # the main process of several that writes without the others
 _OF_PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 class Checkpointing:
     """Saves and restores prepared and registered objects, and the counters of the loop.
 
-    All processes call `save` and `load`, in the same order.
+    All processes call `load`, and `save` too unless the main process has everything that is saved; see `_writes_alone`.
 
     Args:
         strategy: The strategy of the run.
@@ -94,6 +96,8 @@ class Checkpointing:
         self._prepared = prepared
         self._resumes = resumes
         self._saver = Saver(notify=lambda: None)
+        self._group: ThreadExchange | None = None  # of all processes, once they have saved together
+        self._checks = CollectiveChecks.of(self._world)
         self._nonfinite: deque[CommitResult] = deque()  # the writer's thread appends
         self._warned = False
         self.registered: list[Any] = []
@@ -113,7 +117,21 @@ class Checkpointing:
     def close(self) -> None:
         """Wait for a save in flight, raise its error if it failed, and free the host buffers."""
         self._saver.close()
+        self._checks.alone.raise_here()
         self._report()
+
+    def join(self) -> None:
+        """Wait for a save in flight; the next verb of all processes raises its error if the main process has written alone."""
+        self._saver.join()
+
+    def note_failures(self) -> None:
+        """Before a verb: note the failures of what the main process has written alone in a thread."""
+        if self._saver.group.size == 1:  # otherwise all processes have the same error, and raise it together
+            self._saver.poll()
+
+    def agree_on_run(self) -> None:
+        """Let all processes have the run id of the main process. Collective: it is a part of `prepare`."""
+        self.run_id = self._checks.exchange("prepare", self.run_id)[0]
 
     def save(
         self,
@@ -131,20 +149,66 @@ class Checkpointing:
         check_checksum(checksum, "save_state(checksum=)")
         numbered = self._is_numbered(output_dir, "save_state")
         folder = None if output_dir is None else local_path(output_dir, "output_dir")
-        saver, world = self._saver, self._world
-        VerbGroup(world, "save_state").wait()
-        if world.size > 1 and saver.group.size == 1:
-            self.run_id = world.from_main(self.run_id)
-            saver.group = world.thread_exchange(f"save_state/{self.run_id}")
+        self._check_not_empty()
+        world = _ALONE if self._writes_alone() else self._world
+        self._join_group(world)
+        if world is _ALONE:
+            self._note_values(loop)
+        if world is _ALONE and not self._world.is_main:
+            return folder if folder is not None and not numbered else self._numbered.count()
+        target = None if numbered else folder
+        with failing_alone(self._checks, world is _ALONE):
+            return self._write(loop, world, target, output_dir, blocking=blocking, checksum=checksum)
+
+    def _writes_alone(self) -> bool:
+        """Whether the main process saves without the others, which have nothing that it does not have. The same on all."""
+        return writes_alone(self._strategy) and all(loader.main_has_position for loader in self._prepared.loaders)
+
+    def _note_values(self, loop: Accelerator) -> None:
+        """Note a checksum of what all processes have: if all of them have called, the next verb compares it."""
+        objects = self._training_objects()
+        taken = capture(objects, fingerprints=dict.fromkeys(range(len(objects.models)), "not asked for"))
+        about = {"save_counter": loop.updates}
+        sums = checksums(CheckpointContent(taken.tensors, taken.state, about))
+        self._checks.alone.values = Values(loop.updates, sum(sums.values()), lambda group: compare_ranks(group, sums))
+
+    def _join_group(self, world: World) -> None:
+        """Let these processes save together: all of the run, or the main process alone. Waits for the last save."""
+        saver = self._saver
+        saver.join()  # before the verb, which raises its error on all processes if the main process has written alone
+        if world is self._world:
+            VerbGroup(world, "save_state").wait()
+            if world.size > 1 and self._group is None:
+                self.run_id = world.from_main(self.run_id)
+                self._group = world.thread_exchange(f"save_state/{self.run_id}")
         saver.wait()
+        saver.group = ThreadExchange() if self._group is None or world is _ALONE else self._group
+        self._checks.alone.raise_here()
         self._report()
-        if not numbered:
-            assert folder is not None
-            saver.save(self._draft(loop, folder, checksum), folder, blocking=blocking, replace=True, committed=self._note)
+
+    def _write(
+        self,
+        loop: Accelerator,
+        world: World,
+        folder: Path | None,
+        output_dir: str | PathLike[str] | None,
+        *,
+        blocking: bool,
+        checksum: str,
+    ) -> Path:
+        """Write a checkpoint together with the other processes of `world`; `folder` is `None` if it is named by its number."""
+        saver = self._saver
+        failed = None
+        if world is _ALONE:
+            failed = self._checks.alone.note
+            self._checks.alone.writers.add(self)
+        if folder is not None:
+            draft = self._draft(loop, world, folder, checksum)
+            saver.save(draft, folder, blocking=blocking, replace=True, committed=self._note, failed=failed)
             nonfinite = [written.path for written in self._nonfinite if written.kept is not None]  # empty unless blocking
             self._report()
             return nonfinite[0] if nonfinite else folder
-        project, path = self._numbered.project, self._numbered.next_path()
+        project, path = self._numbered.project, self._numbered.next_path(world)
         if output_dir is not None:
             notice(f"save_state({str(output_dir)!r}): automatic_checkpoint_naming is on, so it is written to {path}.")
 
@@ -152,8 +216,8 @@ class Checkpointing:
             self._note(written)
             rotate(path.parent, project.total_limit, written.manifest)
 
-        saver.save(self._draft(loop, path, checksum), path, blocking=blocking, committed=on_commit)
-        project.iteration += 1
+        saver.save(self._draft(loop, world, path, checksum), path, blocking=blocking, committed=on_commit, failed=failed)
+        project.iteration = _number_of(path) + 1
         self._report()
         return path
 
@@ -187,6 +251,7 @@ class Checkpointing:
     ) -> None:
         """See `Accelerator.load_state`; `parts` are those to restore, of `PARTS`."""
         numbered = self._is_numbered(input_dir, "load_state")
+        self.join()
         VerbGroup(self._world, "load_state").wait()
         if input_dir is None:
             path, loaded = self._newest()
@@ -262,14 +327,16 @@ class Checkpointing:
         schedulers = [one.scheduler for one in prepared.schedulers]
         return TrainingObjects(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
 
-    def _draft(self, loop: Accelerator, path: Path, checksum: str) -> CheckpointPlan:
-        """The current state as a checkpoint that has not been written."""
-        objects, world = self._training_objects(), self._world
-        if not objects.models and not self.registered:
+    def _check_not_empty(self) -> None:
+        if not self._prepared.models and not self.registered:
             raise ConfigurationError(
                 "save_state: nothing was prepared, so there is nothing to save. Call it after: model, optimizer = "
                 "accelerator.prepare(model, optimizer)"
             )
+
+    def _draft(self, loop: Accelerator, world: World, path: Path, checksum: str) -> CheckpointPlan:
+        """The current state as a checkpoint that the processes of `world` write together, and have not written."""
+        objects = self._training_objects()
         save: SaveMode = "trainable" if any(has_adapters(model) for model in objects.models) else "all"
         # The main process computes the fingerprint of frozen parameters; where they are sharded all processes gather them.
         fingerprints = world.is_main or self._strategy.shards_parameters
@@ -289,7 +356,7 @@ class Checkpointing:
         described = manifest_fields(
             self._strategy,
             taken,
-            seed=loop.seed,
+            seed=loop.own_seed if world is _ALONE else loop.seed,
             run_id=self.run_id,
             save_counter=run_on_all_ranks(world, count),
             step=loop.updates,
@@ -426,9 +493,15 @@ class NumberedCheckpoints:
             )
         return Path(os.path.abspath(self.project.project_dir), "checkpoints")
 
-    def next_path(self) -> Path:
-        """The folder of the next checkpoint; refuses checkpoints of an earlier start that was not resumed. Collective."""
-        return Path(run_on_all_ranks(self._world, lambda: str(self._free_path()) if self._world.is_main else None))
+    def next_path(self, world: World) -> Path:
+        """The folder of the next checkpoint; refuses those of an earlier start that was not resumed. Collective in `world`."""
+        return Path(run_on_all_ranks(world, lambda: str(self._free_path()) if world.is_main else None))
+
+    def count(self) -> Path:
+        """The folder of the next checkpoint, which the main process alone writes, as this process has counted; counts it."""
+        path = self.folder / f"checkpoint_{self.project.iteration}"
+        self.project.iteration += 1
+        return path
 
     def check(self) -> None:
         """On the main process, raise what `next_path` would raise; before hours of training are spent."""
@@ -539,9 +612,11 @@ class Saving:
     Args:
         strategy: The strategy of the run.
         models: The prepared models, without wrappers.
+        alone: The main process writes models without the others, if it can. With a `Trainer`, `save_model` waits for all.
     """
 
-    def __init__(self, strategy: Strategy, models: Sequence[nn.Module] = ()) -> None:
+    def __init__(self, strategy: Strategy, models: Sequence[nn.Module] = (), alone: bool = False) -> None:
+        self._alone = alone and writes_alone(strategy)
         self._strategy = strategy
         self._models = models
 
@@ -580,13 +655,20 @@ class Saving:
     def write_model(self, model: nn.Module, folder: Path, limit: int, checksum: str | None = None) -> None:
         """Write the files of `Accelerator.save_model`, each of at most `limit` bytes."""
         check_checksum(checksum, "save_model(checksum=)", optional=True)
-        world = self._strategy.world
-        group, model = VerbGroup(world, "save_model"), user_model(model, self._strategy)
+        strategy, model = self._strategy, user_model(model, self._strategy)
+        if not self._alone:
+            self._write_model(model, folder, limit, checksum, VerbGroup(strategy.world, "save_model"))
+        elif strategy.is_main_process:
+            with failing_alone(CollectiveChecks.of(strategy.world), True):
+                self._write_model(model, folder, limit, checksum, VerbGroup(_ALONE, "save_model"))
+
+    def _write_model(self, model: nn.Module, folder: Path, limit: int, checksum: str | None, group: VerbGroup) -> None:
+        """Write the files of a model, together with the processes of a group."""
         placeholders = self._strategy.exported_weights(model)
         if any(is_sharded_tensor(tensor) for tensor in placeholders.values()):
             group.wait()  # they are gathered from all processes
         state = capture_model(model, placeholders=placeholders)
-        files, folders, rank = config_files(state.configs), adapter_folders(state), world.rank
+        files, folders, rank = config_files(state.configs), adapter_folders(state), group.rank
         checks = [FiniteCheck(dict.fromkeys(tensors, True)) for tensors, _ in folders.values()] or [FiniteCheck(state.trained)]
 
         def write() -> None:
@@ -608,7 +690,7 @@ class Saving:
         run_on_all_ranks(group, write, CheckpointWriteError)
         if nonfinite := [name for check in checks for name in check.nonfinite]:
             warn(f"save_model: parameters in {folder} are not finite: {join_names(nonfinite)}.")
-        if world.is_main:
+        if rank == 0:
             remote_sync.add_log_folder(folder)
             remote_sync.finish()
 
@@ -654,6 +736,23 @@ class VerbGroup:
     def wait(self) -> None:
         """Wait until all processes have called the verb."""
         self.exchange(None)
+
+
+def writes_alone(strategy: Strategy) -> bool:
+    """Whether the main process of several writes models and optimizers without the others. The same on all."""
+    shards = strategy.shards_parameters or strategy.shards_optimizer_state
+    return strategy.world.size > 1 and strategy.main_saves_alone and not shards
+
+
+@contextmanager
+def failing_alone(checks: CollectiveChecks, alone: bool) -> Iterator[None]:
+    """A context that, on the main process, passes an error to the other ones, which raise it in their next verb."""
+    try:
+        yield
+    except Exception as error:
+        if alone:
+            checks.alone.note(error, raised=True)
+        raise
 
 
 def refuse_pickle(verb: str, safe_serialization: bool) -> None:

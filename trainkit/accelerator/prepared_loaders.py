@@ -67,12 +67,17 @@ class PreparedLoaders:
     def seed(self) -> int:
         """See `Accelerator.seed`."""
         if self._seed is None:
-            self._seed = int(self._strategy.world.from_main(resolve_seed(None)))
+            self._seed = int(self._strategy.world.from_main(self.own_seed))
         return self._seed
 
     @seed.setter
     def seed(self, seed: int) -> None:
         self._seed = seed
+
+    @property
+    def own_seed(self) -> int:
+        """See `Accelerator.own_seed`."""
+        return resolve_seed(None) if self._seed is None else self._seed
 
     def source(self, loader: Any) -> LoaderSource:
         """What is read of a loader of the user's; refuses one that the strategy cannot use."""

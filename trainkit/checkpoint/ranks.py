@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from trainkit import errors
+from trainkit.distributed.failure import error_of_rank
 from trainkit.distributed.world import World
 from trainkit.errors import CheckpointError, TrainkitError
 from trainkit.tagged_json.tensors import ShardedTensor
@@ -117,10 +117,7 @@ class _FailureReply(NamedTuple):
     def error(self, otherwise: type[CheckpointError]) -> TrainkitError:
         """The error to raise; of class `otherwise` if it is not one of trainkit's."""
         where = f"rank {self.rank}" + (f" (and {self.failed - 1} more)" if self.failed > 1 else "")
-        kind = getattr(errors, self.name, None)
-        if isinstance(kind, type) and issubclass(kind, TrainkitError):
-            return kind(f"{where}: {self.text}")
-        return otherwise(f"{where}: {self.name}: {self.text}")
+        return error_of_rank(where, self.name, self.text, otherwise)
 
 
 def _try(work: Callable[[], Any], errors_here: list[BaseException]) -> Any:

@@ -583,10 +583,14 @@ class PreparedLoader:
             content |= {"processes": world.width, "rank": world.rank, "splits": self._stream.splits}
         return content
 
+    @property
+    def main_has_position(self) -> bool:
+        """Whether the main process knows the positions of all: no iterable has a state or yields different batches on each."""
+        return self._world.size == 1 or not (self._stream.splits or any(one.active for one in self._stream.histories))
+
     def gather_position(self, position: dict[str, Any]) -> dict[str, Any]:
         """A position with the states of the iterables of all processes, for a checkpoint. Collective."""
-        active = any(history.active for history in self._stream.histories)
-        if self._world.size == 1 or not (active or self._stream.splits):
+        if self.main_has_position:
             return position
         states = self._world.exchange_state([position["iterable"], position.get("replay")])
         # if all processes read the same stream, one state is enough

@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import sys
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from trainkit.distributed.failure import error_of_rank
 from trainkit.distributed.world import ThreadExchange, World, find_call
-from trainkit.errors import CollectiveError, ProcessFailedError
+from trainkit.errors import CheckpointWriteError, CollectiveError, ProcessFailedError
 
-__all__ = ["CollectiveChecks", "describe"]
+__all__ = ["CollectiveChecks", "Values", "describe"]
 
 _SUBJECT = "verbs"
 _CLEARED = 60.0  # seconds that the other ranks have to leave a run that has failed
@@ -45,6 +48,7 @@ class CollectiveChecks:
 
     Attributes:
         debug: Compare also the places of the calls, and the tensors of `compare`.
+        alone: Failures of what the main process writes without the others.
     """
 
     def __init__(self, world: World) -> None:
@@ -54,6 +58,7 @@ class CollectiveChecks:
         self._mine = ("", "")
         self._ahead: dict[int, int] = {}  # rank → collectives begun, if more than by this one at the last check
         self.debug = False
+        self.alone = FailuresOfMain()
 
     @classmethod
     def of(cls, world: World) -> CollectiveChecks:
@@ -100,19 +105,34 @@ class CollectiveChecks:
         return [its for *_, its in calls]
 
     def _exchange_calls(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
-        """The verb, its place, the number of collectives and the value of each process."""
+        """The verb, its place, the number of collectives and the value of each process.
+
+        Raises:
+            TrainkitError: What the main process has written without the others has failed since the last verb.
+        """
         if self._thread_exchange is None:
             self._thread_exchange = self._world.thread_exchange(_SUBJECT)
         self._mine = verb, place or find_call(sys._getframe())[1]
         self._ahead = {}
         self._wait_for_failed_run()
         check = None if self._world.channel is None else self._check_others
+        failure = self.alone.next()  # of the main process; the others have none
+        values, self.alone.values = self.alone.values, None
+        noted = None if values is None else [values.updates, values.checksum]
         try:
-            return self._thread_exchange.exchange([*self._mine, self._collectives.begun, value], check)
+            calls = self._thread_exchange.exchange([*self._mine, self._collectives.begun, value, failure, noted], check)
         except ProcessFailedError as error:
             self._refuse(error)
         finally:
             self._collectives.checks = self._thread_exchange.completed
+        if values is not None and differ([call[-1] for call in calls]):
+            values.compare(self._thread_exchange)
+        if calls[0][-2] is not None:
+            self.alone.raise_everywhere(*calls[0][-2])
+            if any(call[:2] != calls[0][:2] for call in calls):
+                # The main process has raised it where it has called alone, and has come here; the others are on their way.
+                return self._exchange_calls(verb, value, place)
+        return [call[:-2] for call in calls]
 
     def compare(self, verb: str, what: str | None = None) -> None:
         """In debug mode, check that all processes call a collective in the same place with the same tensors.
@@ -239,6 +259,66 @@ class CollectiveChecks:
             raise CollectiveError(
                 f"{verbs[0]} was called in different places ({shown}): the processes took different branches. {_debug_note()}"
             )
+
+
+class Values(NamedTuple):
+    """What a process has when the main process saves without the others.
+
+    Attributes:
+        updates: Number of optimizer steps.
+        checksum: Of its parameters and optimizer state.
+        compare: Raises an error that names what differs; a collective in the group that it is given.
+    """
+
+    updates: int
+    checksum: int
+    compare: Callable[[ThreadExchange], NoReturn]
+
+
+def differ(noted: Sequence[list[int] | None]) -> bool:
+    """Whether all processes have noted their `Values` in the same step, and these are not the same."""
+    known = [one for one in noted if one is not None]
+    return len(known) == len(noted) and len({updates for updates, _ in known}) == 1 < len({value for _, value in known})
+
+
+class FailuresOfMain:
+    """Failures of what the main process writes without the others. It passes each to them with its next verb.
+
+    Attributes:
+        writers: What writes in other threads. Their `note_failures` is called before each verb, and calls `note`.
+        values: What this process had at the last save since the last verb. If all have called it, the next verb compares.
+    """
+
+    def __init__(self) -> None:
+        self.values: Values | None = None
+        self.writers: WeakSet[Any] = WeakSet()
+        self._noted: deque[tuple[Exception, bool]] = deque()
+
+    def note(self, error: Exception, raised: bool = False) -> None:
+        """Note a failure, on the main process; `raised`: it has raised the error, and the others have not."""
+        self._noted.append((error, raised))
+
+    def next(self) -> list[str] | None:
+        """The first failure that the others do not know; JSON."""
+        for writer in list(self.writers):
+            writer.note_failures()
+        error = self._noted[0][0] if self._noted else None
+        return None if error is None else [type(error).__name__, str(error) or type(error).__name__]
+
+    def raise_here(self) -> None:
+        """Raise the first failure that this process has not raised."""
+        for place, (error, raised) in enumerate(self._noted):
+            if not raised:
+                self._noted[place] = error, True
+                raise error
+
+    def raise_everywhere(self, name: str, text: str) -> None:
+        """All processes have received what `next` has returned: raise it, where that has not been done."""
+        if not self._noted:
+            raise error_of_rank("rank 0", name, text, CheckpointWriteError)
+        error, raised = self._noted.popleft()
+        if not raised:
+            raise error
 
 
 def _advice(verb: str, *, both: bool = False) -> str:

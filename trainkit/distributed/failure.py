@@ -7,9 +7,10 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from trainkit.errors import CollectiveError
+from trainkit import errors
+from trainkit.errors import CollectiveError, TrainkitError
 
-__all__ = ["Failure", "Runs", "is_communication", "is_timeout", "names_another_failure", "summary"]
+__all__ = ["Failure", "Runs", "error_of_rank", "is_communication", "is_timeout", "names_another_failure", "summary"]
 
 # What gloo, NCCL and torch's store report when another process has closed its connections, or does not answer.
 _CLOSED = (
@@ -154,3 +155,18 @@ def _message_of(error: BaseException) -> str:
         return str(error)
     except Exception:  # the __str__ of a user's class may fail
         return ""
+
+
+def error_of_rank(where: str, name: str, text: str, otherwise: type[TrainkitError]) -> TrainkitError:
+    """The error to raise for one that another rank has raised.
+
+    Args:
+        where: The rank, as a text.
+        name: The name of its class.
+        text: Its message.
+        otherwise: The class of the error to raise if that is not one of trainkit's.
+    """
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, TrainkitError):
+        return kind(f"{where}: {text}")
+    return otherwise(f"{where}: {name}: {text}")
