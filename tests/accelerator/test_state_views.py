@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -11,14 +12,16 @@ from torch import nn
 import trainkit
 import trainkit.state
 from trainkit import Accelerator, AcceleratorState, PartialState
+from trainkit.accelerator import processes
 from trainkit.config.kwargs_handlers import DistributedType
 from trainkit.errors import ConfigurationError
 from trainkit.strategies import ZeROStrategy
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerator_of_another_test() -> None:
-    gc.collect()
+def _no_accelerator_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_of_thread", processes._OfThread())
+    monkeypatch.setattr(processes, "_of_process", WeakValueDictionary())
 
 
 @pytest.mark.parametrize("kind", [PartialState, AcceleratorState])

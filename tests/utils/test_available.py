@@ -10,17 +10,35 @@ import torch
 
 from trainkit.compat.accelerate_names import this_machine as available
 
+# Word of the function → package.
+NAMED_ALIKE = (
+    "comet_ml",
+    "datasets",
+    "deepspeed",
+    "mlflow",
+    "peft",
+    "rich",
+    "tensorboard",
+    "torch_xla",
+    "transformers",
+    "wandb",
+)
+PACKAGES = {name: name for name in NAMED_ALIKE} | {
+    "bnb": "bitsandbytes",
+    "fp8": "torchao",
+    "lomo": "lomo_optim",
+    "torchdata_stateful_dataloader": "torchdata",
+}
 
-def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = ["comet_ml", "datasets", "deepspeed", "mlflow", "peft", "tensorboard", "torch_xla", "transformers", "wandb"]
-    for package in packages:
-        asked = getattr(available, f"is_{package}_available")
-        assert asked() is (find_spec(package) is not None)
-        assert pickle.loads(pickle.dumps(asked)) is asked
-        with monkeypatch.context() as patch:
-            for there in (True, False):
-                patch.setattr(available, "is_installed", {package: there}.__getitem__)
-                assert asked() is there
+
+@pytest.mark.parametrize("word", PACKAGES)
+def test_packages(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, package = getattr(available, f"is_{word}_available"), PACKAGES[word]
+    assert asked() is (find_spec(package) is not None)
+    assert pickle.loads(pickle.dumps(asked)) is asked
+    for there in (True, False):
+        monkeypatch.setattr(available, "is_installed", {package: there}.__getitem__)
+        assert asked() is there
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,16 +60,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available.is_bf16_available() is (not torch.cuda.is_available() or torch.cuda.is_bf16_supported())
 
 
-def test_others_that_accelerate_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    packages = {"rich": "rich", "bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "fp8": "torchao"}
-    for word, package in packages.items():
-        asked = getattr(available, f"is_{word}_available")
-        assert asked() is (find_spec(package) is not None)
-        assert pickle.loads(pickle.dumps(asked)) is asked
-        with monkeypatch.context() as patch:
-            for there in (True, False):
-                patch.setattr(available, "is_installed", {package: there}.__getitem__)
-                assert asked() is there
+def test_what_does_not_depend_on_a_package() -> None:
     assert (available.is_hpu_available(init_hccl=True), available.is_mlu_available(check_device=True)) == (False, False)
     assert available.is_weights_only_available()
     assert available.is_rocm_available() is (torch.version.hip is not None and torch.cuda.is_available())

@@ -143,7 +143,7 @@ class Door(DistributionFinder, Loader):
 
     def find_distributions(self, context: DistributionFinder.Context = DistributionFinder.Context()) -> Iterator[Distribution]:  # noqa: B008 - the signature of the base class
         """The distributions of the framework, with the version that trainkit follows, for `importlib.metadata`."""
-        if "path" in vars(context):  # somebody looks into a folder of their own
+        if "path" in vars(context):  # The caller searches folders that it has given.
             return
         wanted = None if context.name is None else context.name.lower().replace("_", "-")
         for package in _PACKAGES[self.framework]:
