@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trainkit.accelerator.prepared_loaders import skip_first_batches
     from trainkit.accelerator.state_views import AcceleratorState, PartialState
     from trainkit.callback import Callback
+    from trainkit.checkpoint.weights import load_state_dict
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
     from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
     from trainkit.config.kwargs_handlers import (
@@ -85,6 +86,7 @@ __all__ = [
     "init_empty_weights",
     "is_rich_available",
     "load_checkpoint_in_model",
+    "load_state_dict",
     "notebook_launcher",
     "seed_everything",
     "set_seed",
@@ -112,6 +114,7 @@ _PLACES = {
     "LightningModule": "trainkit.module.train_module",
     "Float8Precision": "trainkit.precision",
     "ParallelismConfig": "trainkit.config.fsdp_plugin",
+    "load_state_dict": "trainkit.checkpoint.weights",
     "PartialState": "trainkit.accelerator.state_views",
     "Precision": "trainkit.precision",
     "ProfileKwargs": "trainkit.config.kwargs_handlers",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainkit.checkpoint.plain_files import load
+from trainkit.checkpoint.torch_file import load
 from trainkit.compat.accelerate_names import this_machine as _this_machine
 from trainkit.compat.accelerate_names.modeling import (
     extract_model_from_parallel,

@@ -30,19 +30,41 @@ def test_save() -> None:
     assert load("folder/best.json") == {"epoch": 3, "best": (0.5, "a")}
     with pytest.raises(UnsavableError, match="it is a module .*store its state_dict"):
         accelerator.save({"model": model}, "model")
-    with pytest.raises(ConfigurationError, match=r"save\(safe_serialization=False\) is not supported: a pickle can run code"):
-        accelerator.save(1, "one", safe_serialization=False)
+    with pytest.raises(ConfigurationError, match=r"safe_serialization=False\) writes torch's format, and one.safetensors"):
+        accelerator.save(1, "one.safetensors", safe_serialization=False)
     with pytest.raises(ConfigurationError, match="f must be the path of a file, not <_io.BytesIO"):
         accelerator.save(1, io.BytesIO())  # type: ignore[arg-type]
     assert sorted(os.listdir()) == ["folder", "weights.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.bin", "array.pkl", "model.safetensors", "state"])
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.bin", "model.ckpt", "model"])
+def test_a_name_of_torch_gets_its_format(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A training script saves so, and its own next run loads it: `torch.load("state.pt")["optimizer"]`."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3, "best": (0.5, None)}
+    Accelerator().save(state, name, False if name == "model" else None)
+    read = torch.load(name, weights_only=True)
+    assert same(read["model"], model.state_dict())
+    assert (read["epoch"], read["best"]) == (3, (0.5, None))
+    again = torch.optim.AdamW(model.parameters(), lr=1.0)
+    again.load_state_dict(read["optimizer"])
+    for parameter in model.parameters():
+        assert same(again.state[parameter], optimizer.state[parameter])
+    assert same(load(name)["model"], model.state_dict())
+    assert not caplog.text
+    with pytest.raises(UnsavableError, match=r"object\['model'\] cannot be stored in torch's format: it is a Linear"):
+        Accelerator().save({"model": model}, "other.pt")
+
+
+@pytest.mark.parametrize("name", ["array.pkl", "model.bin", "model.safetensors", "state"])
 def test_a_name_like_that_of_a_pickle_is_said(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A file name such as model.pt is no error, so that a long run does not lose its results: a notice says it is no pickle."""
-    Accelerator().save({"x": torch.ones(1)}, name)
+    """A file name such as model.pkl is no error, so that a long run does not lose its results: a notice says so."""
+    Accelerator().save({"x": torch.ones(1)}, name, True)
     assert torch.equal(load_file(name)["x"], torch.ones(1))
-    assert (f"{name} is not a pickle file, despite its name" in caplog.text) == (name not in ("model.safetensors", "state"))
+    assert (f"{name} is not a pickle file, despite its name" in caplog.text) == (name in ("array.pkl", "model.bin"))
 
 
 class Extra(nn.Linear):

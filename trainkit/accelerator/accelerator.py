@@ -1192,29 +1192,33 @@ class Accelerator:
         """The objects that were registered for checkpointing."""
         return self._checkpointing.registered
 
-    def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool = True) -> None:
+    def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool | None = None) -> None:
         """Write an object to a file, on the main process; other processes do nothing, and need not call it.
 
-        Tensors by name, such as a state dict, become a plain safetensors file, which `safetensors` and `from_pretrained`
-        open. Anything else becomes JSON, in which tuples, sets, numpy arrays and the like keep their types; if it contains
-        tensors, a safetensors file that contains the JSON. A tensor with several names (tied weights) is stored once, under
-        the first. `trainkit.utils.load(f)` reads all of these. The file is complete or does not exist.
+        A name that ends with `.pt`, `.pth`, `.bin` or `.ckpt` gets torch's format, which `torch.load(f, weights_only=True)`
+        reads: of tensors, dict, list, tuple, str, bytes, int, float, bool and None, and nothing else. Tensors are stored on the
+        CPU.
 
-        It can be the `save_function` of `save_pretrained`.
+        With any other name, tensors by name, such as a state dict, become a plain safetensors file, which `safetensors` and
+        `from_pretrained` open. Anything else becomes JSON, in which tuples, sets, numpy arrays and the like keep their types;
+        if it contains tensors, a safetensors file that contains the JSON. A tensor with several names (tied weights) is stored
+        once, under the first.
+
+        `trainkit.utils.load(f)` reads all of these. The file is complete or does not exist. It can be the `save_function` of
+        `save_pretrained`.
 
         Args:
-            obj: Numbers, text, tensors, arrays, lists, dicts, …; of other objects their `state_dict()`.
+            obj: Numbers, text, tensors, lists, dicts, …; of other objects their `state_dict()`.
             f: The file, with any name. Missing folders are created.
-            safe_serialization: Only `True`: a pickle can run code when it is loaded.
+            safe_serialization: `True`: safetensors or JSON, whatever the name. `False`: torch's format. Default: by the name.
 
         Raises:
             UnsavableError: A value cannot be stored; the message names the path to it.
             CheckpointWriteError: The file cannot be written; an existing file is unchanged.
-            ConfigurationError: `safe_serialization=False`; `f` is not a path; or a state dict of a model that ZeRO-3 shards
-                (use `get_state_dict`).
+            ConfigurationError: `f` is not a path, or a `.safetensors` file with `safe_serialization=False`; or a state dict of
+                a model that ZeRO-3 shards (use `get_state_dict`).
         """
-        refuse_pickle("save", safe_serialization)
-        self._saving.save(obj, f)
+        self._saving.save(obj, f, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state dict of a model, with the user's names, as `save_model` writes it.

@@ -28,6 +28,7 @@ from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.tensor_file import FiniteCheck
+from trainkit.checkpoint.torch_file import SUFFIXES, write_torch_file
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import join_names, notice, warn
@@ -68,7 +69,6 @@ __all__ = ["PARTS", "Checkpointing", "NumberedCheckpoints", "Saving", "refuse_pi
 PARTS = ("model", "optimizer", "scheduler", "scaler", "loaders", "registered")
 _NAME = re.compile(r"checkpoint_(0|[1-9][0-9]*)")
 _ALONE = World()  # the main process of several that writes without the others
-_OF_PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 class Checkpointing:
@@ -620,7 +620,7 @@ class Saving:
         self._strategy = strategy
         self._models = models
 
-    def save(self, obj: Any, f: str | PathLike[str]) -> None:
+    def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool | None = None) -> None:
         """See `Accelerator.save`."""
         if not isinstance(f, str | PathLike):
             raise ConfigurationError(
@@ -628,14 +628,17 @@ class Saving:
             )
         if not self._strategy.is_main_process:
             return
+        path = Path(f)
+        if safe_serialization is False and path.suffix == ".safetensors":
+            raise ConfigurationError(f"save(safe_serialization=False) writes torch's format, and {f} is a safetensors file.")
         if self._strategy.shards_parameters and isinstance(obj, Mapping):
             self._refuse_without_values(obj)
-        write_object(Path(f), obj)
-        if str(f).endswith(_OF_PICKLES):
-            notice(
-                f"{f} is not a pickle file, despite its name. Read it with trainkit.utils.load, or as a safetensors file if it "
-                "contains tensors by name."
-            )
+        if path.suffix in SUFFIXES if safe_serialization is None else not safe_serialization:
+            write_torch_file(path, obj)
+        else:
+            write_object(path, obj)
+            if path.suffix in (*SUFFIXES, ".pickle", ".pkl"):
+                notice(f"{f} is not a pickle file, despite its name. Read it with trainkit.utils.load.")
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:
         """See `Accelerator.get_state_dict`."""

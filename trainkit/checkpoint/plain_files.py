@@ -43,7 +43,7 @@ from trainkit.errors import (
 from trainkit.nested import map_tensors
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, dumps, loads, strict_json
 
-__all__ = ["load", "read_tensors", "replace_file", "shard_size", "write_object", "write_weights"]
+__all__ = ["is_pickle", "load", "read_tensors", "replace_file", "shard_size", "write_object", "write_weights"]
 
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -271,13 +271,17 @@ def _is_of_tensors(data: memoryview, what: str) -> bool:
     Raises:
         CorruptCheckpointError: The file is a pickle.
     """
-    length, begins = bytes(data[:8]), bytes(data[8:9])
-    if begins != b"{" and length.startswith((b"PK\x03\x04", b"\x80")):
+    if is_pickle(bytes(data[:16])):
         raise CorruptCheckpointError(
             f"{what} looks like a pickle, which can run code, so it is not read. If you trust it, convert it to a safetensors "
             "file: safetensors.torch.save_file(torch.load(path, weights_only=True), 'model.safetensors')"
         )
-    return 0 in length
+    return 0 in bytes(data[:8])
+
+
+def is_pickle(head: bytes) -> bool:
+    """Whether a file with these first bytes is a pickle, or one of `torch.save`. A safetensors file may begin similarly."""
+    return head.startswith((b"PK\x03\x04", b"\x80")) and head[8:9] != b"{"
 
 
 def _parts(data: memoryview, what: str) -> tuple[dict[str, Tensor], dict[str, str], dict[str, str]]:

@@ -106,6 +106,11 @@ class Checkpoint:
         return f"Checkpoint({str(self.path)!r})"
 
     @property
+    def identity(self) -> bytes:
+        """The digest of the manifest, which no other checkpoint has."""
+        return self._identity or b""
+
+    @property
     def stems(self) -> list[str]:
         """The names of the parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
         return sorted({*self._stems(), "state"})
@@ -139,6 +144,20 @@ class Checkpoint:
             if stems is None:
                 self._check_attachments()
         return loaded
+
+    def state_dict(self, model: int = 0) -> dict[str, Any]:
+        """The weights by the names of the module's `state_dict()`, verified; tied names have the same tensor.
+
+        A checkpoint of `save="trainable"` has no frozen parameters: load it with `strict=False`.
+
+        Args:
+            model: Which one, if your own training loop saved several: 0, 1, …
+
+        Raises:
+            StateMismatchError: The checkpoint has no such model.
+            CorruptCheckpointError: A file is damaged; the message names it.
+        """
+        return self.read({f"model_{model}" if model else "model", "state"}).state_dict(model)
 
     def verify(self) -> None:
         """Check that `read` would succeed, with little memory: files are hashed in pieces, and mapped instead of loaded.
@@ -269,6 +288,13 @@ class LoadedCheckpoint:
     tensors: dict[str, dict[str, Tensor]] = field(repr=False)
     state: dict[str, Any] = field(repr=False)
     checkpoint: Checkpoint
+
+    def state_dict(self, model: int = 0) -> dict[str, Any]:
+        """The state dict of a model; see `Checkpoint.state_dict`. The model and the state must have been read."""
+        stem = f"model_{model}" if model else "model"
+        tensors, aliases = self.tensors[stem], self.manifest.aliases.get(stem, {})
+        extra = self.state["models"][model].get("extra", {})
+        return {**extra, **tensors, **{alias: tensors[stored] for alias, stored in aliases.items()}}
 
     def attachments(self, name: str) -> bytes:
         """The content of a further file, such as `config.json`; see `Checkpoint.attachment`."""

@@ -34,6 +34,7 @@ __all__ = [
     "metadata_in",
     "plan_files",
     "split_tied",
+    "sync_file",
     "tensors_in",
     "write_file",
 ]
@@ -273,6 +274,12 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str |
             block = memoryview(b"")  # frees its memory before the next one is created
         _sync(file.fileno())
     return size, "" if hasher is None else hasher.hexdigest()
+
+
+def sync_file(path: Path) -> None:
+    """Sync a file to the disk that another program has written."""
+    with path.open("rb+") as file:
+        _sync(file.fileno())
 
 
 def _sync(descriptor: int) -> None:

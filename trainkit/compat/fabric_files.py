@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from trainkit.accelerator.checkpointing import VerbGroup
 from trainkit.accelerator.prepared_models import user_model
-from trainkit.checkpoint.plain_files import load
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.tensor_file import split_tied
+from trainkit.checkpoint.torch_file import load
 from trainkit.console import notice
 from trainkit.errors import CorruptCheckpointError, StateMismatchError
 from trainkit.optim.parameter_names import parameter_names

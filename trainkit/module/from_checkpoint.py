@@ -10,13 +10,15 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace, UnionType
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
@@ -34,6 +36,7 @@ from trainkit.names import advice, refuse_unknown
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
+from trainkit.state.foreign_state import converted, is_foreign_file
 from trainkit.state.training_objects import TrainingObjects, checkpoint_for_hooks, model_stems, restore
 
 __all__ = [
@@ -70,8 +73,8 @@ def build_from_checkpoint(
         StateMismatchError: The weights do not fit the module that `__init__` built.
         UnknownNameError: `__init__` does not accept an override.
     """
-    checkpoint = _open(path)
-    loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
+    with _opened(path) as checkpoint:
+        loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
     state = loaded.state
     if "hyper_parameters" not in state:
         raise CheckpointError(
@@ -106,7 +109,8 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], trust: Trust, 
             saved nor given.
         UnknownNameError: `__init__` does not accept an override.
     """
-    state = _open(path).read({"state"}).state
+    with _opened(path) as checkpoint:
+        state = checkpoint.read({"state"}).state
     if "datamodule_hyper_parameters" not in state:
         raise CheckpointError(
             f"{path} contains no DataModule: the run was not given one, or only its weights were saved. Create it yourself: "
@@ -122,11 +126,20 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], trust: Trust, 
     return module
 
 
-def _open(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint at a path, which may be that of `save_last`, or end with Lightning's `.ckpt`."""
-    folder = local_path(path, "checkpoint_path")
-    remote_sync.fetch(folder)
-    return open_checkpoint(resolve_pointer(folder))
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Checkpoint]:
+    """The checkpoint at a path, which may be that of `save_last`, or be a file: Lightning's `.ckpt`, a state dict."""
+    local = local_path(path, "checkpoint_path")
+    remote_sync.fetch(local)
+    local = resolve_pointer(local)
+    if not is_foreign_file(local):
+        yield open_checkpoint(local)
+        return
+    with (
+        TemporaryDirectory(prefix="trainkit-load-") as scratch,
+        converted(Path(os.path.abspath(local)), Path(scratch)) as folder,
+    ):
+        yield open_checkpoint(folder)
 
 
 def _device_of(map_location: Any) -> Any:

@@ -176,7 +176,7 @@ def describe_move(strategy: Strategy, manifest: Manifest) -> str | None:
     """That a checkpoint was saved by another strategy or on another number of devices; `None` if it was not."""
     present = strategy.name, strategy.world_size
     saved = manifest.strategy, manifest.world_size
-    if present == saved:
+    if present == saved or "imported" in manifest.contents:
         return None
     places = (f"strategy={name!r} on {quantity(size, 'device')}" for name, size in (saved, present))
     return "the checkpoint was saved with {}; this run uses {}.".format(*places)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,7 @@ from trainkit.module.data_module import DataModule
 from trainkit.paths import local_path
 from trainkit.rng import KEY_VERSION
 from trainkit.state.callback_state import check_callbacks
+from trainkit.state.foreign_state import converted, is_foreign_file
 from trainkit.state.training_objects import (
     TrainingObjects,
     check_components,
@@ -128,7 +130,7 @@ def find_checkpoint(
         CheckpointNotFoundError: there is none.
         CorruptCheckpointError: the one that was named is damaged, or all are.
     """
-    strategy, world = run.strategy, run.strategy.world
+    world = run.strategy.world
     if ckpt_path in ("auto", "last"):
         return _newest(run, str(ckpt_path), folders, whole, enter)
 
@@ -142,12 +144,28 @@ def find_checkpoint(
     named, folder = run_on_all_ranks(world, find)
     if folder is not None and enter is not None and _is_busy(Path(folder), enter):
         notice(f"{folder} is in use by another live run: this run continues from its checkpoint, in a new folder.")
-    checkpoint = _read(strategy, Path(named), whole)
+    checkpoint = _read_named(run, Path(named), whole)
     if checkpoint.loaded.manifest.finite is False:
         warn(
             f"the parameters in {checkpoint.path} are not finite. For the newest checkpoint with finite ones: ckpt_path='auto'"
         )
     return checkpoint
+
+
+def _read_named(run: Run, path: Path, whole: bool) -> FoundCheckpoint:
+    """Read a checkpoint on all processes, or a file of another program, which the main process converts."""
+    world, conversion = run.strategy.world, ExitStack()
+
+    def find() -> str | None:
+        if not world.is_main or not is_foreign_file(path):
+            return None
+        return str(conversion.enter_context(converted(path, Path(local_path(run.root_dir, "default_root_dir")))))
+
+    with conversion:
+        folder = run_on_all_ranks(world, find)
+        if folder is None:
+            return _read(run.strategy, path, whole)
+        return _read(run.strategy, Path(folder), whole, converted_from=path)
 
 
 def _is_busy(folder: Path, enter: Enter) -> bool:
@@ -161,7 +179,7 @@ def _is_busy(folder: Path, enter: Enter) -> bool:
 def _path_of(run: Run, ckpt_path: str | os.PathLike[str], folders: SearchFolders) -> Path:
     """The path of the checkpoint for "best" or a path."""
     if ckpt_path == "best":
-        return _best(run, folders)
+        return resolve_pointer(_best(run, folders))
     path = local_path(ckpt_path, "ckpt_path")
     remote_sync.fetch(path)
     path = resolve_pointer(path)
@@ -172,18 +190,20 @@ def _path_of(run: Run, ckpt_path: str | os.PathLike[str], folders: SearchFolders
     return path
 
 
-def _read(strategy: Strategy, path: Path, whole: bool) -> FoundCheckpoint:
-    """Read a checkpoint on all processes."""
+def _read(strategy: Strategy, path: Path, whole: bool, converted_from: Path | None = None) -> FoundCheckpoint:
+    """Read a checkpoint on all processes; one that was converted from a file is removed afterwards, and named as the file."""
+    name = converted_from or path
 
     def stems(manifest: Manifest) -> set[str] | None:
         if whole and not _resumable(manifest):
             raise CheckpointError(
-                f"{path} is a weights-only checkpoint, which cannot be resumed. Start a new run with the weights: "
+                f"{name} is a weights-only checkpoint, which cannot be resumed. Start a new run with the weights: "
                 "fit(..., ckpt_path=..., restore={'model'})"
             )
         return None if whole else model_stems(manifest.files) | {"state"}
 
-    return FoundCheckpoint(path, read_on_all_ranks(path, strategy.world, stems, mapped=strategy.reads_checkpoint_parts))
+    mapped = converted_from is None and strategy.reads_checkpoint_parts
+    return FoundCheckpoint(name, read_on_all_ranks(path, strategy.world, stems, mapped=mapped))
 
 
 def _resumable(manifest: Manifest | None) -> bool:
@@ -673,7 +693,7 @@ def _take_seed(run: Run, manifest: Manifest) -> None:
     """Use the seed of the checkpoint's run, or warn that random numbers will differ from it."""
     if not run.seed_given:
         run.seed = run.accelerator.seed = manifest.seed
-    elif run.seed != manifest.seed:
+    elif run.seed != manifest.seed and "imported" not in manifest.contents:
         warn(
             f"seed={run.seed}, but the checkpoint's run had seed={manifest.seed}: from now on, order, augmentation and dropout "
             "differ from that run. To continue it exactly, do not set a seed."

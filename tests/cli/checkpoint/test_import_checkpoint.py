@@ -27,10 +27,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import Accelerator, TrainModule
-from trainkit.checkpoint import open_checkpoint
-from trainkit.cli.checkpoint import restricted_load
+from trainkit.checkpoint import open_checkpoint, restricted_load
 from trainkit.cli.main import main
-from trainkit.errors import CheckpointNotFoundError
 
 LIGHTNING = Path(__file__).parent / "data" / "lightning.ckpt"
 
@@ -120,12 +118,6 @@ def test_what_was_imported_is_printed(from_lightning: Path, tmp_path: Path, caps
         assert line in shown
     assert all(name.startswith("model.net.") for name in load_file(tmp_path / "again" / "model.safetensors"))
     assert main(["checkpoint", "verify", str(tmp_path / "again")]) == 0
-
-
-@pytest.mark.parametrize("load", [Line.load_from_checkpoint, lambda path: make_trainer().fit(Line(), data(), ckpt_path=path)])
-def test_a_file_of_lightning_names_the_command(load: Any) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="trainkit checkpoint import .*lightning.ckpt lightning"):
-        load(LIGHTNING)
 
 
 # -------------------------------------------------------------------------------------------- Accelerate and transformers
@@ -407,7 +399,7 @@ def test_a_malformed_index(text: str, run_dir: Path, capsys: pytest.CaptureFixtu
 # In a process of its own, which is ended by a signal. The child stands for one that reads a large file.
 _ENDED = """
 import sys
-from trainkit.cli.checkpoint import read_foreign
+from trainkit.checkpoint import read_foreign
 from trainkit.cli.main import main
 sys.executable = sys.argv[1]
 sys.exit(main(["checkpoint", "import", "old.pt", "new"]))

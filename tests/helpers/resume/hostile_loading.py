@@ -244,7 +244,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
     where = ""
     if event == "import" and arguments[0] not in _absent:
         where = str(arguments[0])
-    elif event == "subprocess.Popen" and "trainkit.cli.checkpoint.restricted_load" in arguments[1]:
+    elif event == "subprocess.Popen" and "trainkit.checkpoint.restricted_load" in arguments[1]:
         return  # of trainkit; it finds the planted modules too
     elif event.startswith(("subprocess.", "os.system", "os.exec", "os.posix_spawn", "os.fork", "socket.connect", "pty.spawn")):
         where = repr(arguments)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from trainkit.checkpoint.manifest import is_file_name
-from trainkit.checkpoint.plain_files import load, read_tensors
+from trainkit.checkpoint.plain_files import read_tensors
+from trainkit.checkpoint.torch_file import read_torch_files
 from trainkit.errors import CheckpointNotFoundError, ConfigurationError, CorruptCheckpointError, TrainkitError
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
@@ -51,6 +50,7 @@ class Foreign:
         in_epoch: It was saved inside an epoch.
         hyper_parameters: The arguments of the module.
         hparams_name: The one argument that has all hyper-parameters, if there is one.
+        added: What hooks of the program added, for `on_load_checkpoint`.
         omitted: What is not converted, with the reason.
         notes: What was assumed.
     """
@@ -67,6 +67,7 @@ class Foreign:
     in_epoch: bool = False
     hyper_parameters: dict[str, Any] = field(default_factory=dict)
     hparams_name: str | None = None
+    added: dict[str, Any] = field(default_factory=dict)
     omitted: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -118,7 +119,7 @@ def _read(path: Path, files: _Files) -> Foreign:
 
 
 class _Files:
-    """Reads files of `torch.save` through `restricted_load`, which runs in a process of its own."""
+    """Reads files of `torch.save` into one scratch folder."""
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
@@ -126,40 +127,8 @@ class _Files:
 
     def read(self, paths: list[Path], omitted: list[str]) -> list[Any]:
         """The value in each file; adds what is not read to `omitted`."""
-        targets = []
-        for _ in paths:
-            targets.append(self._scratch / f"{self._count}.bin")
-            self._count += 1
-        if not paths:
-            return []
-        pairs = [str(one) for pair in zip(paths, targets, strict=True) for one in pair]
-        command = [sys.executable, "-m", "trainkit.cli.checkpoint.restricted_load", *pairs]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
-        # The process ends when its standard input does: with this one, even if this one is killed.
-        with subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        ) as process:
-            try:
-                assert process.stderr is not None
-                stderr = process.stderr.read()
-            except BaseException:
-                process.kill()
-                raise
-        if process.returncode:
-            reason = (stderr.strip().splitlines() or ["the process that read it ended"])[-1]
-            raise CorruptCheckpointError(
-                f"{', '.join(map(str, paths))} cannot be read: {reason}. Save the weights again with torch.save, or "
-                "pass a safetensors file."
-            )
-        values = []
-        for path, target in zip(paths, targets, strict=True):
-            content = load(target)
-            omitted += [f"{path.name}: {one}, a class that is not read" for one in content["omitted"]]
-            if content["calls"]:
-                called = ", ".join(content["calls"][:5])
-                omitted.append(f"{path.name}: it tries to run code: it calls {called} when pickle loads it, which was not done")
-            values.append(content["value"])
-        return values
+        first, self._count = self._count, self._count + len(paths)
+        return read_torch_files(paths, self._scratch, omitted, first)
 
 
 # ----------------------------------------------------------------------------------------------------------------- files
@@ -218,7 +187,7 @@ def _lightning(value: Mapping[str, Any], omitted: list[str]) -> Foreign:
         omitted=omitted,
     )
     foreign.omitted += [f"{key}: the state of a callback" for key in value.get("callbacks") or {}]
-    foreign.omitted += _unknown(value, (*_OF_LIGHTNING, *_SCALER_KEYS))
+    foreign.added = {str(key): one for key, one in value.items() if key not in (*_OF_LIGHTNING, *_SCALER_KEYS)}
     return foreign
 
 

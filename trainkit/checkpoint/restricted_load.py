@@ -28,6 +28,7 @@ from torch import Tensor
 
 from trainkit.checkpoint.plain_files import write_object
 from trainkit.checkpoint.tensor_file import memory_key
+from trainkit.console import echo
 from trainkit.tagged_json.codec import MAX_DEPTH
 
 __all__ = ["main"]
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
         try:
             _convert(Path(source), Path(target))
         except Exception as error:  # whatever a damaged or foreign file causes
-            print(f"{type(error).__name__}: {_reason(str(error), source)}", file=sys.stderr)
+            echo(f"{type(error).__name__}: {_reason(str(error), source)}", file=sys.stderr)
             return 1
     return 0
 

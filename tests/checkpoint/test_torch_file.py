@@ -1,0 +1,149 @@
+"""Files in torch's format: written with plain values, read by a process of their own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import zipfile
+from collections import OrderedDict, namedtuple
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.runs.trainers import same
+from torch import nn
+
+from trainkit.checkpoint.plain_files import write_object
+from trainkit.checkpoint.torch_file import is_torch_file, load, note_in, write_torch_file
+from trainkit.console import TrainkitWarning
+from trainkit.errors import CheckpointWriteError, ConfigurationError, CorruptCheckpointError, UnsavableError
+
+FILE = Path("value.pt")
+Pair = namedtuple("Pair", "a b")
+
+
+class Color(str, Enum):
+    RED = "red"
+
+
+def again(value: Any) -> Any:
+    write_torch_file(FILE, value)
+    return torch.load(FILE, weights_only=True)
+
+
+@pytest.mark.parametrize(
+    "value, plain",
+    [
+        ({"a": [1, 2.5, True, None, "x", b"y", (1, (2,))], 3: {"b": {}}}, None),
+        (OrderedDict(a=Pair(1, torch.Size([2, 3]))), {"a": (1, (2, 3))}),
+        ([np.float32(0.5), np.int64(3), np.bool_(True), Color.RED], [0.5, 3, True, "red"]),
+        (argparse.Namespace(lr=0.1, names=["a"]), {"lr": 0.1, "names": ["a"]}),
+        (float("nan"), None),
+    ],
+    ids=str,
+)
+def test_values(value: Any, plain: Any) -> None:
+    found, expected = again(value), value if plain is None else plain
+    assert repr(found) == repr(expected)  # as NaN is not equal to itself, and True is equal to 1
+
+
+def test_tensors() -> None:
+    base = torch.arange(1000.0)
+    layer = nn.Linear(2, 2)
+    value = {
+        "part": base[10:12],
+        "turned": torch.randn(3, 2).T,
+        "parameter": layer.weight,
+        "tied": layer.weight,
+        "conjugate": torch.tensor([1 + 2j], dtype=torch.complex64).conj(),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "empty": torch.empty(0, 3),
+    }
+    found = again(value)
+    assert same(found, value)
+    assert found["tied"] is found["parameter"]
+    assert not found["parameter"].requires_grad
+    assert found["part"].untyped_storage().nbytes() == 8, "not the thousand numbers that it is a part of"
+    assert os.path.getsize(FILE) < 3500
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ({"a": [nn.Linear(1, 1)]}, r"object\['a'\]\[0\] cannot be stored in torch's format: it is a Linear.*state_dict"),
+        ({"a": {1, 2}}, r"object\['a'\] .*it is a set"),
+        ({"a": np.arange(3)}, r"object\['a'\] .*it is a ndarray"),
+        ({"a": torch.float32}, r"object\['a'\] .*it is a dtype"),
+        ({"f": len}, r"object\['f'\] .*it is a builtin_function_or_method"),
+        (torch.empty(2, device="meta"), "on the meta device"),
+        ({(1, torch.ones(1)): 1, torch.ones(1): 2}, "a key of object cannot be stored"),
+    ],
+)
+def test_nothing_else_is_stored(value: Any, said: str) -> None:
+    again(1)
+    with pytest.raises(UnsavableError, match=said):
+        write_torch_file(FILE, value)
+    assert torch.load(FILE, weights_only=True) == 1, "an existing file is unchanged"
+
+
+def test_a_value_in_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(UnsavableError, match="expected at most 100 levels"):
+        write_torch_file(FILE, value)
+
+
+def test_a_file_is_there_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    again({"a": 1})
+
+    def full(value: Any, file: Any) -> None:
+        file.write(b"PK")
+        raise RuntimeError("[enforce fail at inline_container.cc] . unexpected pos 64 vs 0")  # what torch raises
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "save", full)
+        with pytest.raises(CheckpointWriteError, match=r"value.pt could not be written: .*unexpected pos"):
+            write_torch_file(FILE, {"a": 2})
+    assert torch.load(FILE, weights_only=True) == {"a": 1}
+    assert os.listdir() == ["value.pt"]
+    FILE.unlink()
+    FILE.mkdir()
+    with pytest.raises(CheckpointWriteError, match="Is a directory"):
+        write_torch_file(FILE, 1)
+
+
+def test_a_note_is_lost_when_another_program_saves_the_file() -> None:
+    write_torch_file(FILE, {"a": torch.ones(3)}, note="made of x")
+    assert note_in(FILE) == "made of x"
+    value = torch.load(FILE, weights_only=True, mmap=True)
+    assert torch.equal(value["a"], torch.ones(3))
+    with zipfile.ZipFile(FILE) as archive:
+        assert archive.testzip() is None
+    torch.save(value, "copy.pt")
+    assert [note_in(Path(name)) for name in ("copy.pt", "absent.pt")] == ["", ""]
+
+
+def test_reading() -> None:
+    value = {"w": torch.randn(2, 3), "n": [1, "x"]}
+    torch.save(value, "zip.weights")
+    torch.save(value, "old.weights", _use_new_zipfile_serialization=False)
+    write_object(Path("ours.pt"), value)
+    for name in ("zip.weights", "old.weights", "ours.pt"):
+        assert is_torch_file(name) == (name != "ours.pt"), name
+        assert torch.equal(load(name)["w"], value["w"]), name
+        assert load(name)["n"] == [1, "x"], name
+    with pytest.raises(ConfigurationError, match="device 'meta' is not supported"):
+        load("zip.weights", map_location="meta")
+
+
+def test_what_is_no_plain_value_is_omitted_and_said() -> None:
+    torch.save({"w": torch.ones(1), "net": nn.ReLU()}, FILE)
+    with pytest.warns(TrainkitWarning, match=r"value.pt: not all of it was read: .*net \(torch.nn.modules.activation.ReLU\)"):
+        assert load(FILE) == {"w": torch.ones(1)}
+    FILE.write_bytes(b"\x80\x04\x8c\x05posix\x8c\x06system\x93\x8c\x0btouch PWNED\x85R.")
+    with pytest.raises(CorruptCheckpointError, match=r"the file tries to run code: it calls posix.system"):
+        load(FILE)
+    assert os.listdir() == ["value.pt"]
