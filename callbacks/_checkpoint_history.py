@@ -20,10 +20,11 @@ import yaml
 from torch import Tensor
 
 from trainkit.callbacks.checkpoint import Checkpoint
+from trainkit.checkpoint.ckpt_file import file_of, link_last, remove_file_of, write_ckpt
 from trainkit.checkpoint.commit import CommitResult
-from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, write_pointer
+from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, resolve_pointer, write_pointer
 from trainkit.checkpoint.manifest import Manifest, checkpoint_identity
-from trainkit.checkpoint.reader import inspect_checkpoint
+from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
 from trainkit.checks import whole_number
 from trainkit.console import notice, prints_here
 from trainkit.errors import CheckpointError, ConfigurationError, MissingMetricError, UnsupportedArgumentError, nearest
@@ -254,14 +255,17 @@ class CheckpointHistory(Checkpoint):
     save_last: bool | Literal["link"] | None
     keep_last: int
     enable_version_counter: bool
+    also: Literal["ckpt", False]
     _default_dirpath: bool
+    _names_files: bool
 
     def _start_history(self) -> None:
-        self.best_k_models: dict[str, Tensor] = {}
-        self.last_model_path = ""
+        self._ranking: dict[str, Tensor] = {}  # path of the folder → value, the best first
+        self._newest = ""
         self.current_score: Tensor | None = None
         # the newest that are not known to have parameters that are not finite; the first is not known before it is written
         self._finite: tuple[str, ...] = ()
+        self._omitted: set[str] = set()  # what notices have named that is not in a file
         self._displaced: dict[str, Tensor] = {}  # no longer among the best because of the newest
 
     @property
@@ -273,17 +277,35 @@ class CheckpointHistory(Checkpoint):
         """Save to the folder of the run; called when it is known."""
         self.dirpath = str(folder)
 
+    def _shown(self, folder: str) -> str:
+        """The path of a checkpoint for code of the user's: its file where `import lightning` gives trainkit."""
+        return str(file_of(Path(folder))) if folder and self._names_files else folder
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """Path → value of `monitor` of the `save_top_k` best checkpoints, the best first; scalar tensors."""
+        return {self._shown(path): score for path, score in self._ranking.items()}
+
+    @best_k_models.setter
+    def best_k_models(self, scores: Mapping[str, Tensor]) -> None:
+        self._ranking = {str(resolve_pointer(Path(path))): score for path, score in scores.items()}
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint, complete or being written; "" if there is none."""
+        return self._shown(self._newest)
+
     @property
     def best_model_path(self) -> str:
         """The best checkpoint; without `monitor` the newest whose parameters are finite, if any; "" if there is none."""
         if self.monitor is None:
-            return next(iter(self._finite), self.last_model_path)
-        return next(iter(self.best_k_models), "")
+            return self._shown(next(iter(self._finite), self._newest))
+        return self._shown(next(iter(self._ranking), ""))
 
     @property
     def best_model_score(self) -> Tensor | None:
         """The value of `monitor` of the best checkpoint, a scalar float64 tensor; None if there is none."""
-        return next(iter(self.best_k_models.values()), None)
+        return next(iter(self._ranking.values()), None)
 
     @property
     def kth_best_model_path(self) -> str:
@@ -366,7 +388,7 @@ class CheckpointHistory(Checkpoint):
 
     def _best_with(self, path: str, score: Tensor | None, others: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
         """The best of `others` (default: the best so far) and of a newer checkpoint, in order."""
-        scores = {known: s for known, s in (self.best_k_models if others is None else others).items() if known != path}
+        scores = {known: s for known, s in (self._ranking if others is None else others).items() if known != path}
         if score is not None:
             scores[path] = score
         sign = 1.0 if self.mode == "min" else -1.0
@@ -384,10 +406,10 @@ class CheckpointHistory(Checkpoint):
         """
         path, best = str(folder / name), self._best_with("", score)
         if not self.enable_version_counter:  # a worse one must not replace one of the best
-            return name, path not in self.best_k_models or path not in best
+            return name, path not in self._ranking or path not in best
         same = re.compile(re.escape(path) + r"(-v\d+)?")
         newest = [*self._finite[:1]] if self.monitor is None and -1 not in (self.save_top_k, self.keep_last) else []
-        displaced = [known for known in [*self.best_k_models, *newest] if known not in best and same.fullmatch(known)]
+        displaced = [known for known in [*self._ranking, *newest] if known not in best and same.fullmatch(known)]
         if not os.path.lexists(path):
             return name, False
         saved = self._list_saved(folder, run_id)
@@ -408,15 +430,15 @@ class CheckpointHistory(Checkpoint):
     def _add(self, save: Save, path: Path) -> None:
         """Record a checkpoint that is about to be written to `path`."""
         save.path = str(path)
-        save.before = (self.last_model_path, self.current_score, self._displaced)
+        save.before = (self._newest, self.current_score, self._displaced)
         save.finite = self._finite
         self._finite = (save.path, *self._finite[:1])
         best = self._best_with(save.path, save.score)
         save.best = frozenset(best)
-        save.displaced = {known: s for known, s in self.best_k_models.items() if known == save.path or known not in best}
+        save.displaced = {known: s for known, s in self._ranking.items() if known == save.path or known not in best}
         self._displaced = save.displaced
-        self.best_k_models = best
-        self.last_model_path = save.path
+        self._ranking = best
+        self._newest = save.path
         self.current_score = save.score
 
     def _undo(self, save: Save) -> bool:
@@ -425,15 +447,15 @@ class CheckpointHistory(Checkpoint):
         if not path or save.committed:
             return False
         self._forget(path, save)
-        if self.last_model_path == path:
-            self.last_model_path, self.current_score, self._displaced = save.before
+        if self._newest == path:
+            self._newest, self.current_score, self._displaced = save.before
         return True
 
     def _forget(self, path: str, save: Save) -> None:
         """Rank the best without a checkpoint that was added, with those that it displaced."""
         back = {known: score for known, score in save.displaced.items() if os.path.isdir(known)}
-        others = {known: score for known, score in self.best_k_models.items() if known != path}
-        self.best_k_models = self._best_with("", None, {**back, **others})
+        others = {known: score for known, score in self._ranking.items() if known != path}
+        self._ranking = self._best_with("", None, {**back, **others})
         later = self._finite[: self._finite.index(path)] if path in self._finite else self._finite
         self._finite = tuple(dict.fromkeys((*later, *save.finite)))[:2]
 
@@ -442,21 +464,33 @@ class CheckpointHistory(Checkpoint):
         save.committed = True
         if not written.finite:
             self._forget(save.path, save)
-            if self.last_model_path == save.path:
-                self.last_model_path = str(written.path)
+            if self._newest == save.path:
+                self._newest = str(written.path)
             save.path = str(written.path)
-            save.best = frozenset(self.best_k_models)
+            save.best = frozenset(self._ranking)
         if not main:
             return
         checkpointing.tell_loggers(self)
         path = Path(save.path)
         try:
+            if self.also:
+                self._write_file(path)
             if self.save_last and (written.finite or not self._finite):  # `last` is for resuming
                 write_pointer(path.parent, path.name, link=self.save_last == "link")
+                if self.also:
+                    link_last(file_of(path))
             for old in self._list_outdated(save, checkpointing.run_id, written.finite):
+                remove_file_of(Path(old))
                 remove(Path(old))
         except (CheckpointError, OSError) as error:  # the checkpoint is saved; the next save tries again
             notice(f"ModelCheckpoint: {path} is saved, but: {error}")
+
+    def _write_file(self, path: Path) -> None:
+        """Write the file of a checkpoint that is complete; what cannot be in it is said once."""
+        for text in write_ckpt(open_checkpoint(path), file_of(path)):
+            if text not in self._omitted:
+                self._omitted.add(text)
+                notice(f"ModelCheckpoint(also='ckpt'): omitted from {file_of(path).name}: {text}")
 
     def _list_outdated(self, save: Save, run_id: str, finite: bool) -> list[str]:
         """The checkpoints of this run and callback that `save` makes unnecessary, the oldest first.
@@ -465,7 +499,7 @@ class CheckpointHistory(Checkpoint):
         """
         if self.keep_last == -1 or (self.monitor is None and self.save_top_k == -1):
             return []
-        protected = {*save.best, *self.best_k_models, save.path}
+        protected = {*save.best, *self._ranking, save.path}
         saved = self._list_saved(Path(save.path).parent, run_id)
         order = sorted((one.finite is not False, one.save_counter, path) for path, one in saved.items())
         rest = [path for _, _, path in order if path not in protected]
@@ -476,21 +510,21 @@ class CheckpointHistory(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         return {
             "dirpath": self.dirpath,
-            "best_k_models": {self._relative_path(path): float(score) for path, score in self.best_k_models.items()},
+            "best_k_models": {self._relative_path(path): float(score) for path, score in self._ranking.items()},
             "displaced": {self._relative_path(path): float(score) for path, score in self._displaced.items()},
-            "last_model_path": self._relative_path(self.last_model_path),
+            "last_model_path": self._relative_path(self._newest),
             "finite_paths": [self._relative_path(path) for path in self._finite],
             "current_score": None if self.current_score is None else float(self.current_score),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         folders = [folder for folder in (state_dict["dirpath"], self.dirpath) if folder is not None]
-        self.last_model_path = _find(state_dict["last_model_path"], folders)
+        self._newest = _find(state_dict["last_model_path"], folders)
         best = _still_there(state_dict["best_k_models"], folders)
         displaced = _still_there(state_dict.get("displaced", {}), folders)
-        if self.last_model_path and not _may_be_best(self.last_model_path):  # the checkpoint itself, which did not know
+        if self._newest and not _may_be_best(self._newest):  # the checkpoint itself, which did not know
             best = {**displaced, **best}
-        self.best_k_models = self._best_with("", None, best)
+        self._ranking = self._best_with("", None, best)
         self._displaced = displaced
         finite = [_find(name, folders) for name in state_dict.get("finite_paths", [state_dict["last_model_path"]])]
         self._finite = tuple(path for path in finite if _may_be_best(path))

@@ -33,6 +33,7 @@ from trainkit.checkpoint.checksum import check_checksum
 from trainkit.checks import choice, whole_number
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, Preempted, nearest
+from trainkit.names.doors import is_open
 from trainkit.state.pretrained import has_adapters
 
 if TYPE_CHECKING:
@@ -90,10 +91,13 @@ class ModelCheckpoint(CheckpointHistory):
             `"trainable"` for a model with PEFT adapters.
         checksum: How its files are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone replaces.
             None: `Trainer(checksum=)`.
+        also: `"ckpt"`: keep a file `<filename>.ckpt` next to each checkpoint, for programs that read weights with
+            `torch.load(path)["state_dict"]`: Lightning's keys, without optimizers. It is written when the checkpoint is
+            complete, and removed with it; with `save_last`, `last.ckpt` is a link to the newest. Wherever trainkit is given the
+            file, it uses the folder. None: `"ckpt"` where `import lightning` gives trainkit's names, and there the paths of the
+            callback name the files; else False.
 
     Attributes:
-        best_k_models: Path → value of `monitor` of the `save_top_k` best checkpoints, the best first; scalar tensors.
-        last_model_path: The newest checkpoint, complete or being written; "" if there is none.
         current_score: The value of `monitor` that ranks the newest; None if it is not ranked.
         CHECKPOINT_EQUALS_CHAR: Text between the name and the value of a metric in `filename`. Change it in a subclass.
         CHECKPOINT_JOIN_CHAR, CHECKPOINT_NAME_LAST, FILE_EXTENSION, STARTING_VERSION: As names are formed; not to be changed.
@@ -133,8 +137,11 @@ class ModelCheckpoint(CheckpointHistory):
         keep_last: int = 2,
         save: Literal["all", "trainable"] | None = None,
         checksum: str | None = None,
+        also: Literal["ckpt", False] | None = None,
     ) -> None:
         super().__init__()
+        if also not in ("ckpt", False, None):
+            raise ConfigurationError(f"ModelCheckpoint(also=) must be 'ckpt', False or None, not {also!r}.")
         choice(mode, "ModelCheckpoint(mode=)", ("min", "max"))
         choice(save, "ModelCheckpoint(save=)", ("all", "trainable"), optional=True)
         check_checksum(checksum, "ModelCheckpoint(checksum=)", optional=True)
@@ -163,6 +170,8 @@ class ModelCheckpoint(CheckpointHistory):
         self.keep_last = keep_last
         self.save = save
         self.checksum = checksum
+        self._names_files = also is None and is_open("lightning")
+        self.also: Literal["ckpt", False] = "ckpt" if self._names_files else also or False
 
         self._default_dirpath = dirpath is None
         self._default_triggers = nothing_given
@@ -267,6 +276,8 @@ class ModelCheckpoint(CheckpointHistory):
         if not trainer.fast_dev_run:
             trainer._save_policy.wait()  # a save in flight may still fail
             self._save(trainer, "end")
+            if self.also:
+                trainer.strategy.world.from_main(None)  # the main process has written the file before any other opens it
         if self.monitor is not None and self._all_logged:
             values = self._values(trainer)
             if self.monitor not in values:

@@ -193,6 +193,7 @@ TRAINER = [
     "seed",
     "slurm_requeue",
     "checksum",
+    "omit_from_checkpoint",
     "log_grad_norm",
     "activation_checkpointing",
     "compile",

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
-from helpers.runs.trainers import Memory
+from helpers.runs.trainers import Memory, same
+from helpers.worlds.worlds import run_world
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Callback, Trainer
@@ -483,3 +484,55 @@ def test_a_validation_that_a_signal_ended_is_ranked_after_the_resume() -> None:
     assert callback.best_model_score is not None
     assert callback.best_model_score.item() == 0.25
     assert open_checkpoint(callback.best_model_path).manifest.step == 8
+
+
+# ---------------------------------------------------------------------------------------------------------------- files
+
+
+def test_a_file_next_to_each_checkpoint_is_kept_and_removed_with_it() -> None:
+    callback = ModelCheckpoint("c", monitor="val_loss", save_top_k=1, keep_last=1, also="ckpt", save_last=True)
+    trainer = fit(callback, module=Losses([1.0, 3.0, 2.0, 4.0]), max_epochs=4)
+    assert sorted(os.listdir("c")) == [
+        ".lock", "last", "last.ckpt", "step-00000004", "step-00000004.ckpt", "step-00000016", "step-00000016.ckpt"
+    ]  # fmt: skip
+    assert callback.best_model_path == str(Path("c/step-00000004").absolute()), "the paths are those of the folders"
+    for name, step in (("step-00000004", 4), ("step-00000016", 16), ("last", 16)):
+        read = torch.load(f"c/{name}.ckpt", weights_only=True)
+        assert read["global_step"] == step
+        assert same(read["state_dict"], open_checkpoint(f"c/step-{step:08}").state_dict())
+    again = fit(module=Losses([1.0] * 6), max_epochs=6, ckpt_path="c/last.ckpt")
+    assert (trainer.global_step, again.global_step) == (16, 24)
+
+
+def test_no_file_unless_asked() -> None:
+    fit(ModelCheckpoint("c"))
+    assert sorted(os.listdir("c")) == [".lock", "step-00000004"]
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint\(also=\) must be 'ckpt', False or None, not 'pt'"):
+        ModelCheckpoint(also="pt")  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_in_the_way_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    os.mkdir("c")
+    Path("c/step-00000004.ckpt").write_text("mine")
+    fit(ModelCheckpoint("c", also="ckpt", keep_last=1), max_epochs=2)
+    assert "step-00000004 is saved, but: " in caplog.text
+    assert "step-00000004.ckpt exists, and was not made of a checkpoint" in caplog.text
+    assert Path("c/step-00000004.ckpt").read_text() == "mine"
+    assert sorted(os.listdir("c"))[-2:] == ["step-00000008", "step-00000008.ckpt"]
+
+
+def ranks_keep_files() -> list[Any]:
+    callback = ModelCheckpoint("c", also="ckpt")
+    trainer = fit(callback, strategy="ddp", devices=2)
+    with open("empty", "ab"):
+        pass
+    trainer.strategy.world.exchange(None)
+    trainer.save_checkpoint("empty")
+    read = [torch.load(path, weights_only=True) for path in (f"{callback.last_model_path}.ckpt", "empty")]
+    return [[one["global_step"], same(one["state_dict"], trainer.model.state_dict())] for one in read]
+
+
+def test_two_processes_keep_one_file() -> None:
+    first, second = run_world(2, ranks_keep_files)
+    assert first == second == [[2, True], [2, True]]
+    assert [name for name in os.listdir() if name.startswith("empty")] == ["empty"]

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainkit import Callback, DataModule, Trainer
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint, register
+from trainkit.console import TrainkitWarning
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -478,8 +479,30 @@ class Average:
         return {"value": self.value}
 
 
+def test_what_a_hook_adds_can_be_omitted() -> None:
+    """The hook may be that of a package, and its object may be code."""
+
+    class Adding(Adam):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["fine"] = 1
+            checkpoint["average"] = {"slow": Average(0.5)}
+            checkpoint["hyper_parameters"]["act"] = torch.relu
+
+    trainer = saving(omit_from_checkpoint=["average", "hyper_parameters.act"])
+    trainer.fit(Adding(), tiny_loader())
+    state = open_checkpoint(trainer.checkpoint_callback.last_model_path).read().state
+    assert state["user"] == {"fine": 1}
+    assert "act" not in state["hyper_parameters"]
+    unknown = pytest.warns(TrainkitWarning, match="names averge, which no on_save_checkpoint has added. Added: .*average")
+    with unknown, pytest.raises(UnsavableError):
+        saving(omit_from_checkpoint="averge").fit(Adding(), tiny_loader())
+    for wrong, said in ((["state_dict"], "'state_dict' is needed to resume"), (3, "must be a name or a list of names, not 3")):
+        with pytest.raises(ConfigurationError, match=said):
+            Trainer(omit_from_checkpoint=wrong)  # type: ignore[arg-type]
+
+
 def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its message has three fixes, each of which works."""
+    """Its message has four fixes, each of which works; the fourth is tested below."""
 
     class Adding(Adam):
         way = 0
@@ -504,6 +527,7 @@ def test_what_a_hook_adds_and_cannot_be_stored_is_one_error(monkeypatch: pytest.
     assert 'checkpoint["average"] = self.thing.state_dict()' in lines[4]
     assert "trainkit.checkpoint.register(Average, encode, decode)" in lines[5]
     assert 'remove the line checkpoint["average"] = ...' in lines[6]
+    assert "Trainer(omit_from_checkpoint=['average', 'hyper_parameters.act'])" in lines[7]
 
     monkeypatch.setattr(codec, "_by_kind", {})
     monkeypatch.setattr(codec, "_by_name", {})

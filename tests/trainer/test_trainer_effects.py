@@ -192,14 +192,15 @@ EFFECTS: dict[str, Effect] = {
     "seed": Effect({"seed": 2}, lambda t, s: round(s.inputs[0], 4), 2.9179, 1.9411),
 }
 
-# Arguments that only affect runs on several processes, on another device or in a job. The error for an invalid value shows that
-# they are read.
+# Arguments that only affect runs on several processes, on another device, in a job, or with hooks that add to checkpoints. The
+# error for an invalid value shows that they are read.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "accelerator": ({"accelerator": "tpus"}, "unknown accelerator 'tpus'"),
     "devices": ({"devices": 2, "strategy": Strategy("cpu")}, "devices"),
     "num_nodes": ({"num_nodes": 0}, "num_nodes"),
     "sync_batchnorm": ({"sync_batchnorm": True, "strategy": Strategy("cpu")}, "works with strategy='ddp' only"),
     "slurm_requeue": ({"slurm_requeue": "yes"}, "slurm_requeue"),
+    "omit_from_checkpoint": ({"omit_from_checkpoint": "epoch"}, "'epoch' is needed to resume"),
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainkit.checkpoint.ckpt_file import checkpoint_of
 from trainkit.checkpoint.commit import sync_folder
 from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, is_checkpoint, make_hidden_path
 from trainkit.checkpoint.reader import inspect_checkpoint
@@ -272,7 +273,9 @@ def read_pointer(folder: Path) -> str | None:
 
 
 def resolve_pointer(path: Path) -> Path:
-    """The checkpoint that a path means: `last` is the one that the pointer names, and `x.ckpt` is `x` if only `x` exists.
+    """The checkpoint that a path means: `last` is the one that the pointer names.
+
+    `x.ckpt` is `x` if only `x` exists, or if the file was made of it.
 
     Raises:
         CorruptCheckpointError: The file `last` does not contain a plain name.
@@ -283,7 +286,7 @@ def resolve_pointer(path: Path) -> Path:
         return path.parent / (read_pointer(path.parent) or POINTER)
     if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
         return resolve_pointer(path.with_suffix(""))  # the name that Lightning would have given it
-    return path
+    return checkpoint_of(path) or path
 
 
 def _is_plain(name: str) -> bool:
@@ -327,7 +330,7 @@ def _discard(path: Path) -> None:
 # The names of what commit(), remove(), check_writable() and write_pointer() leave behind when they are killed.
 _PARTIAL = re.compile(r"\..+\.tmp-[A-Za-z0-9_-]{1,64}", re.DOTALL)
 _REMOVED = re.compile(r"\..+\.del-[0-9a-f]{16}", re.DOTALL)
-_OUR_FILE = re.compile(r"\.(probe|last)\.tmp-[0-9a-f]{16}")
+_OUR_FILE = re.compile(r"\.(probe|last)\.tmp-[0-9a-f]{16}|\..+\.ckpt\.tmp", re.DOTALL)
 
 
 def remove(path: Path) -> None:
@@ -399,7 +402,7 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
         # An unfinished save contains folders only if they were kept from the checkpoint that it replaces.
         with os.scandir(entry.path) as inside:
             return has_checkpoint_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)
-    is_link = entry.is_symlink() and entry.name.startswith(f".{POINTER}.")  # `write_pointer` creates such links.
+    is_link = entry.is_symlink() and entry.name.startswith(f".{POINTER}.")  # `write_pointer` and `link_last` create such links
     return (is_link or entry.is_file(follow_symlinks=False)) and _OUR_FILE.fullmatch(entry.name) is not None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 from trainkit.errors import ConfigurationError
 from trainkit.names import absent, advice, is_import_from, submodule, table
 
-__all__ = ["VARIABLE", "Door", "open_door", "variables"]
+__all__ = ["VARIABLE", "Door", "is_open", "open_door", "variables"]
 
 VARIABLE = "TRAINKIT_AS"
 """The environment variable that tells a new process which doors to open."""
@@ -66,7 +66,7 @@ def open_door(framework: str) -> None:
     """
     if framework not in _PACKAGES:
         raise ConfigurationError(f"{VARIABLE} must be lightning or accelerate, or both with a comma, not {framework!r}.")
-    if any(isinstance(finder, Door) and finder.framework == framework for finder in sys.meta_path):
+    if is_open(framework):
         return
     loaded = next((name for name in _PACKAGES[framework] if name in sys.modules), None)
     if loaded is not None:
@@ -78,6 +78,11 @@ def open_door(framework: str) -> None:
     sys.meta_path.insert(0, Door(framework))
     invalidate_caches()
     os.environ.update(variables(framework, os.environ))
+
+
+def is_open(framework: str) -> bool:
+    """Whether imports of a framework find trainkit."""
+    return any(isinstance(finder, Door) and finder.framework == framework for finder in sys.meta_path)
 
 
 def variables(framework: str, env: Mapping[str, str]) -> dict[str, str]:

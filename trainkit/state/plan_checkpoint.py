@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -77,8 +78,14 @@ def _check_hook_values(state: Mapping[str, Any]) -> UnsavableError | None:
         f"  1. store its state, and load it in on_load_checkpoint: {name} = self.thing.state_dict()\n"
         "  2. register its type once, where it is defined: "
         f"trainkit.checkpoint.register({kind.__name__}, encode, decode)\n"
-        f"  3. remove the line {name} = ..., and create the object again in setup or on_load_checkpoint"
+        f"  3. remove the line {name} = ..., and create the object again in setup or on_load_checkpoint\n"
+        f"  4. if the code is not yours: Trainer(omit_from_checkpoint={[_switch(one) for one in problems]})"
     )
+
+
+def _switch(name: str) -> str:
+    """A value as `Trainer(omit_from_checkpoint=...)` names it."""
+    return ".".join(re.findall(r"[\"']([^\"']+)[\"']", name))
 
 
 def checksums(content: CheckpointContent) -> dict[str, int]:

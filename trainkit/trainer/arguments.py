@@ -102,6 +102,15 @@ def _root(value: Any, name: str) -> Any:
     return value
 
 
+def _omitted(value: Any, name: str) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple | set) else None
+    if names is None or not all(isinstance(one, str) and one for one in names):
+        raise ConfigurationError(f"{name} must be a name or a list of names, not {value!r}. For example: {name}=['tokenizer']")
+    if needed := [one for one in names if one in ("state_dict", "callbacks", "epoch", "global_step")]:
+        raise ConfigurationError(f"{name}: {needed[0]!r} is needed to resume. Name what on_save_checkpoint adds.")
+    return names
+
+
 def _determinism(value: Any, name: str) -> Any:
     if value not in (True, False, None, "warn"):
         raise ConfigurationError(f"{name} must be True, False or 'warn', not {value!r}.")
@@ -195,6 +204,8 @@ class TrainerArguments:
             minutes and when training ends, and keeps the two newest checkpoints.
         checksum: How the files of checkpoints are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone
             replaces, if the digest of the manifest is kept in another place.
+        omit_from_checkpoint: Names that `on_save_checkpoint` adds to the checkpoint and that are not stored, because they
+            cannot be: `"scaler_object"`, or `"hyper_parameters.tokenizer"`. `on_load_checkpoint` does not find them.
         slurm_requeue: After SIGTERM, SIGUSR1 or SIGHUP, when the checkpoint is complete, ask SLURM to run the job again.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`: prints at the end of the run where the time went.
         detect_anomaly: Let autograd name the forward operation that caused a NaN in the backward pass. Slow.
@@ -241,6 +252,7 @@ class TrainerArguments:
     enable_model_summary: bool | None = argument(True, optional(switch), kept=False)
     enable_checkpointing: bool | None = argument(True, optional(switch), kept=False)
     checksum: str = argument(DEFAULT_CHECKSUM, partial(choice, choices=tuple(CHECKSUMS)))
+    omit_from_checkpoint: str | Sequence[str] = argument((), _omitted)
     slurm_requeue: bool = argument(False, switch)
     profiler: Profiler | str | None = argument(None, kept=False)
     detect_anomaly: bool = argument(False, switch, kept=False)

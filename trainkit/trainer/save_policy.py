@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -11,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, sizes_to_copy
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
+from trainkit.checkpoint.ckpt_file import SUFFIX, folder_for, write_ckpt
 from trainkit.checkpoint.commit import CommitResult, check_target
+from trainkit.checkpoint.folder import remove
+from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.saver import SaveFolders, Saver
-from trainkit.console import notice, warn
+from trainkit.console import join_names, notice, warn
 from trainkit.errors import CheckpointWriteError, Preempted, UnsavableError
 from trainkit.loggers.base import Logger
 from trainkit.module.overridable_hooks import is_overridden
+from trainkit.names.doors import is_open
 from trainkit.registry import load_callback
 from trainkit.state.model import fingerprint_frozen
 from trainkit.state.plan_checkpoint import plan_checkpoint
@@ -73,6 +79,7 @@ class SavePolicy:
         self._warned_of_nonfinite = False
         self._fingerprint: tuple[list[str], str] | None = None
         self._reserves = False
+        self._said_unknown = False
         self._replaced = False  # Whether the weights were replaced by some that no metric was computed with.
 
     def continue_in(self, run: Run) -> None:
@@ -135,6 +142,7 @@ class SavePolicy:
         state = {**taken.state, **capture_run(run, None if weights_only else run.train_loader)}
         seen = checkpoint_for_hooks(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
         run.hooks.run("on_save_checkpoint", seen)
+        self._omit(seen)
         taken.tensors["model"] = seen.pop("state_dict")
         aliases = taken.aliases["model"]  # Names that a hook has removed have no alias.
         taken.aliases["model"] = {alias: name for alias, name in aliases.items() if name in taken.tensors["model"]}
@@ -169,6 +177,24 @@ class SavePolicy:
             parameters=parameters,
             checksum=checksum,
         )
+
+    def _omit(self, seen: dict[str, Any]) -> None:
+        """Remove what the user does not want to store; names that no hook has added are said once."""
+        names = self._run.arguments.omit_from_checkpoint
+        unknown = []
+        for name in names:
+            owner, _, inner = name.partition(".")
+            within, key = (seen[owner], inner) if inner and owner == "hyper_parameters" else (seen, name)
+            if key in within:
+                del within[key]
+            else:
+                unknown.append(name)
+        if unknown and not self._said_unknown:
+            self._said_unknown = True
+            warn(
+                f"omit_from_checkpoint names {join_names(unknown)}, which no on_save_checkpoint has added. Added: "
+                f"{join_names([name for name in seen if name not in ('epoch', 'global_step', 'state_dict', 'callbacks')])}."
+            )
 
     def _fingerprint_frozen(self) -> str:
         """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""
@@ -378,12 +404,15 @@ class SavePolicy:
     def save_to(self, path: Path, *, weights_only: bool, blocking: bool) -> None:
         """Save to a path of the user's; a checkpoint that is there is replaced once the new one is complete.
 
+        An empty file at the path becomes a file with the weights.
+
         Raises:
             CheckpointError: something else is at `path`; or `blocking`, and it cannot be written.
         """
         self._saver.wait()
+        path, file, keep = self._targets(path.absolute())
         if not blocking:  # an error of the call is raised by the call, not at a later step
-            run_on_all_ranks(self._world, lambda: check_target(path.absolute()) if self._world.is_main else None)
+            run_on_all_ranks(self._world, lambda: check_target(path) if self._world.is_main else None)
         adapted = has_adapters(self._run.module)
         if adapted:
             notice(
@@ -395,13 +424,45 @@ class SavePolicy:
         self._counter += 1
         step = self._run.progress.global_step
 
+        complete: list[Path] = []
+
         def on_commit(written: CommitResult) -> None:
             self._failures = 0
             self._note_nonfinite(step, written)
+            complete.append(written.path)
+            if not blocking:
+                write_file()
+
+        def write_file() -> None:
+            if file is not None and self._world.is_main:
+                _write_file(complete[0], file, keep)
 
         self._saver.save(plan, path, blocking=blocking, replace=True, committed=on_commit, failed=self._count_failure)
         if blocking:
+            if file is not None:
+                run_on_all_ranks(self._world, write_file, CheckpointWriteError)
             self._report_saved()
+
+    def _targets(self, path: Path) -> tuple[Path, Path | None, bool]:
+        """The folder of a checkpoint for a path of the user's, the file to make of it, and whether the folder is kept.
+
+        An empty file, such as a temporary one, becomes a file. Where `import lightning` gives trainkit, so does `x.ckpt`, next
+        to the folder `x`.
+        """
+
+        def choose() -> list[Any] | None:
+            if not self._world.is_main:
+                return None
+            if path.is_file() and not path.stat().st_size:
+                return [str(folder_for(path)), str(path), False]
+            if not is_open("lightning") or path.suffix != SUFFIX or is_checkpoint(path):
+                return [str(path), None, True]
+            folder = path.with_suffix("")
+            free = not os.path.lexists(folder) or is_checkpoint(folder)
+            return [str(folder if free else folder_for(path)), str(path), True]
+
+        folder, file, keep = run_on_all_ranks(self._world, choose)
+        return Path(folder), None if file is None else Path(file), keep
 
     def metrics(self) -> dict[str, tuple[float, bool]]:
         """For each metric that was logged, by name, its latest value and whether it was computed in the current step.
@@ -466,3 +527,14 @@ class SavePolicy:
             self._report_nonfinite()
         finally:
             self.save_folders.release()
+
+
+def _write_file(checkpoint: Path, file: Path, keep: bool) -> None:
+    """Make the file of a checkpoint, and remove the checkpoint unless it is kept."""
+    try:
+        omitted = write_ckpt(open_checkpoint(checkpoint), file)
+    finally:
+        if not keep:
+            remove(checkpoint)
+    if omitted:
+        notice(f"omitted from {file}: {'; '.join(omitted)}")

@@ -340,7 +340,9 @@ class Trainer:
         Every rank must call it.
 
         Args:
-            filepath: The folder that becomes the checkpoint.
+            filepath: The folder that becomes the checkpoint. An empty file that exists there, such as a temporary one, becomes
+                a file with the weights as `ModelCheckpoint(also="ckpt")` writes it, from which no run can resume. Where
+                `import lightning` gives trainkit's names, `x.ckpt` becomes such a file, and the folder `x` the checkpoint.
             weights_only: Save the model only, without optimizers, schedulers, counters and callbacks. It cannot be resumed.
             blocking: Return when the checkpoint is complete on disk. `False`: return when the state is copied; a thread
                 writes it. If it cannot be written, the next step warns or the next save does; at the latest the program

@@ -205,3 +205,25 @@ def test_a_full_disk_keeps_existing_files(
     assert "could not be written" in capsys.readouterr().err
     assert files(out) == before
     assert sorted(os.listdir(tmp_path)) == ["ck", "out"]
+
+
+def test_a_file_for_torch(save: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module, out = Two(), tmp_path / "out.ckpt"
+    saved = save(module)
+    assert export(saved, out) == 0
+    assert capsys.readouterr().out.startswith(f"Wrote {out}: for torch.load, ")
+    read = torch.load(out, weights_only=True)
+    assert same(read["state_dict"], module.state_dict())
+    assert read["pytorch-lightning_version"] == "2.6.6"
+
+    assert export(saved, out, "--attribute", "net", "--dtype", "fp16") == 0
+    read = torch.load(out, weights_only=True)["state_dict"]
+    assert same(read, module.net.half().state_dict())
+
+    assert export(saved, out, "--format", "safetensors") == 2
+    assert "--format safetensors writes a folder, and" in capsys.readouterr().err
+    torch.save({"mine": 1}, out)
+    assert export(saved, out) == 2
+    assert "out.ckpt exists, and was not made of a checkpoint" in capsys.readouterr().err
+    assert export(saved, out, "--overwrite") == 0
+    assert "state_dict" in torch.load(out, weights_only=True)

@@ -55,12 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     export = add("export", "write the weights to files that other programs can open")
     export.add_argument("path", metavar="PATH", help="the checkpoint")
-    export.add_argument("out", metavar="OUT", help="the folder to write to")
+    export.add_argument("out", metavar="OUT", help="the folder to write to, or a file X.ckpt, which torch.load opens")
     export.add_argument("--attribute", metavar="NAME", help="export only the module with this path, with names relative to it")
     export.add_argument(
         "--format",
         choices=("safetensors", "transformers", "peft"),
-        help="file format (default: transformers or peft for models of these packages, else safetensors)",
+        help="file format of a folder (default: transformers or peft for models of these packages, else safetensors)",
     )
     export.add_argument(
         "--dtype", choices=("bf16", "fp16", "fp32", "fp64"), help="convert floating-point tensors (default: unchanged)"

@@ -1,6 +1,6 @@
 """`trainkit checkpoint export`: write the weights of a checkpoint in the formats of other programs.
 
-The files that other programs open: plain safetensors, a folder for `transformers`, a folder for PEFT.
+The files that other programs open: plain safetensors, a folder for `transformers`, a folder for PEFT, a `.ckpt` for Lightning.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trainkit._version import __version__
+from trainkit.checkpoint.ckpt_file import SUFFIX, lightning_form, write_ckpt
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST
 from trainkit.checkpoint.plain_files import shard_size, write_weights
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
@@ -39,7 +40,18 @@ from trainkit.paths import local_path
 from trainkit.state.pretrained import adapter_config, adapter_names, adapters_of
 from trainkit.state.training_objects import model_stems
 
-__all__ = ["DTYPES", "ExportFolder", "ExportedModule", "aliases_of", "cast", "export", "export_folders", "read_module", "run"]
+__all__ = [
+    "DTYPES",
+    "ExportFolder",
+    "ExportedModule",
+    "aliases_of",
+    "cast",
+    "export",
+    "export_file",
+    "export_folders",
+    "read_module",
+    "run",
+]
 
 _MARK = "trainkit_export.json"
 # An attribute that names one of several models: the stem of its files, and a path in it.
@@ -53,6 +65,14 @@ _OURS = re.compile(
 
 def run(args: argparse.Namespace) -> int:
     """Export the weights; print what was written."""
+    if args.out.endswith(SUFFIX):
+        if args.format is not None:
+            raise ConfigurationError(
+                f"--format {args.format} writes a folder, and {args.out} is a file. Fix: remove one of them"
+            )
+        size, notes = export_file(args.path, args.out, attribute=args.attribute, dtype=args.dtype, overwrite=args.overwrite)
+        print_lines(f"Wrote {args.out}: for torch.load, {bytes_text(size)}", *(f"  {note}" for note in notes))
+        return 0
     kind, folders = export(
         args.path,
         args.out,
@@ -120,6 +140,49 @@ def export(
     remote_sync.add_log_folder(target)
     remote_sync.finish()
     return chosen, folders
+
+
+def export_file(
+    path: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    attribute: str | None = None,
+    dtype: str | None = None,
+    overwrite: bool = False,
+) -> tuple[int, list[str]]:
+    """Verify a checkpoint, then write its weights and hyper-parameters to a `.ckpt` with Lightning's keys.
+
+    Args:
+        path: The checkpoint.
+        out: The file. An earlier one of a checkpoint is replaced.
+        attribute: Export only the module with this path, with names relative to it.
+        dtype: As for `export`.
+        overwrite: Replace any file.
+
+    Returns:
+        The size of the file in bytes, and notes for the user.
+
+    Raises:
+        ConfigurationError: The attribute is unknown.
+        CheckpointError: The checkpoint is damaged, or `out` cannot be written.
+    """
+    target = Path(os.path.abspath(local_path(out, "OUT")))
+    checkpoint = open_checkpoint(path)
+    content, omitted = lightning_form(checkpoint)
+    notes = [f"omitted: {text}" for text in omitted]
+    if attribute is not None:
+        module = read_module(checkpoint, attribute)
+        content["state_dict"] = {**module.tensors, **{one: module.tensors[stored] for one, stored in module.aliases.items()}}
+    if dtype is not None:
+        weights = content["state_dict"].items()
+        content["state_dict"] = {
+            name: cast(value, DTYPES[dtype], name, notes) if isinstance(value, Tensor) else value for name, value in weights
+        }
+    if overwrite and target.is_file():
+        target.unlink()
+    write_ckpt(checkpoint, target, content if attribute or dtype else None)
+    remote_sync.finish()
+    return target.stat().st_size, notes
 
 
 def _check_target(target: Path, overwrite: bool) -> None:

@@ -1,0 +1,114 @@
+"""The `.ckpt` next to a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer, same
+
+from trainkit.checkpoint import open_checkpoint, register
+from trainkit.checkpoint.ckpt_file import checkpoint_of, file_of, lightning_form, link_last, remove_file_of, write_ckpt
+from trainkit.checkpoint.folder import resolve_pointer
+from trainkit.errors import CheckpointWriteError
+
+FOLDER, FILE = Path("saved"), Path("saved.ckpt")
+
+
+class Words:
+    def __init__(self, words: list[str]) -> None:
+        self.words = words
+
+
+register(Words, encode=lambda words: words.words, decode=Words, name="test_ckpt_file.Words")
+
+
+class Configured(TinyModule):
+    def __init__(self, width: int = 3, root: Path = Path("data")) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["vocabulary"] = {"size": 7, "seen": torch.ones(2)}
+        checkpoint["words"] = Words(["a"])
+
+
+@pytest.fixture
+def saved() -> Configured:
+    module = Configured()
+    trainer = make_trainer(max_steps=2)
+    trainer.fit(module, tiny_loader())
+    trainer.save_checkpoint(FOLDER)
+    return module
+
+
+def test_the_content(saved: Configured) -> None:
+    omitted = write_ckpt(open_checkpoint(FOLDER), FILE)
+    found = torch.load(FILE, weights_only=True)
+    assert same(found.pop("state_dict"), saved.state_dict())
+    assert torch.equal(found["vocabulary"].pop("seen"), torch.ones(2))
+    assert found == {
+        "hyper_parameters": {"width": 3},
+        "epoch": 0,
+        "global_step": 2,
+        "pytorch-lightning_version": "2.6.6",
+        "vocabulary": {"size": 7},
+    }
+    assert [text.partition(" cannot")[0] for text in omitted] == ["hyper_parameters['root']", "checkpoint['words']"]
+
+
+def test_the_folder_stands_for_its_file(saved: Configured) -> None:
+    write_ckpt(open_checkpoint(FOLDER), file_of(FOLDER))
+    assert checkpoint_of(FILE) == resolve_pointer(FILE) == FOLDER
+    link_last(FILE)
+    assert os.readlink("last.ckpt") == "saved.ckpt"
+    assert resolve_pointer(Path("last.ckpt")) == FOLDER
+
+    value = torch.load(FILE, weights_only=True)
+    torch.save(value, FILE)  # by another program, which may have changed the weights
+    assert (checkpoint_of(FILE), resolve_pointer(FILE)) == (None, FILE)
+
+    FILE.unlink()
+    write_ckpt(open_checkpoint(FOLDER), FILE)
+    shutil.rmtree(FOLDER)
+    assert checkpoint_of(FILE) is None, "the folder was removed"
+
+
+def test_another_checkpoint_of_the_same_name(saved: Configured) -> None:
+    write_ckpt(open_checkpoint(FOLDER), FILE)
+    trainer = make_trainer(max_steps=3)
+    trainer.fit(saved, tiny_loader(), ckpt_path=FOLDER)
+    trainer.save_checkpoint(FOLDER)
+    assert checkpoint_of(FILE) is None
+    write_ckpt(open_checkpoint(FOLDER), FILE)
+    assert checkpoint_of(FILE) == FOLDER
+
+
+def test_a_file_of_the_users_is_not_touched(saved: Configured) -> None:
+    torch.save({"mine": 1}, FILE)
+    with pytest.raises(CheckpointWriteError, match="saved.ckpt exists, and was not made of a checkpoint"):
+        write_ckpt(open_checkpoint(FOLDER), FILE)
+    remove_file_of(FOLDER)
+    assert torch.load(FILE) == {"mine": 1}
+    torch.save({"mine": 2}, "last.ckpt")
+    with pytest.raises(CheckpointWriteError, match="last.ckpt exists"):
+        link_last(FILE)
+    FILE.write_bytes(b"")  # as tempfile creates it
+    write_ckpt(open_checkpoint(FOLDER), FILE)
+    assert checkpoint_of(FILE) == FOLDER
+    remove_file_of(FOLDER)
+    assert not FILE.exists()
+    remove_file_of(FOLDER)
+
+
+def test_other_content_does_not_stand_for_the_folder(saved: Configured) -> None:
+    checkpoint = open_checkpoint(FOLDER)
+    content, _ = lightning_form(checkpoint)
+    write_ckpt(checkpoint, FILE, {**content, "state_dict": {}})
+    assert checkpoint_of(FILE) is None
+    write_ckpt(checkpoint, FILE)  # it may be replaced
