@@ -305,7 +305,7 @@ SURFACE = """
     accelerator accumulate_grad_batches batch_idx callback_metrics callbacks check_val_every_n_epoch checkpoint_callback
     checkpoint_callbacks ckpt_path current_epoch datamodule default_root_dir device device_ids distributed_sampler_kwargs
     early_stopping_callback early_stopping_callbacks enable_validation estimated_stepping_batches evaluating explain
-    fast_dev_run fit global_rank global_step gradient_clip_algorithm gradient_clip_val inference_mode init_module
+    fast_dev_run fit fit_loop global_rank global_step gradient_clip_algorithm gradient_clip_val inference_mode init_module
     interrupted is_global_zero is_last_batch lightning_module limit_predict_batches limit_test_batches limit_train_batches
     limit_val_batches local_rank log_dir log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs
     max_steps min_epochs min_steps model node_rank num_devices num_nodes num_predict_batches num_sanity_val_batches

@@ -21,14 +21,14 @@ ADVICE = advice_by_place()
 
 # Public members of Lightning 2.6.6's Trainer that this one does not have.
 NOT_THERE = """
-    barebones enable_autolog_hparams fit_loop predict_loop test_loop val_check_batch validate_loop"""
+    barebones enable_autolog_hparams predict_loop test_loop val_check_batch validate_loop"""
 THERE = """
     accelerator accumulate_grad_batches callback_metrics callbacks check_val_every_n_epoch checkpoint_callback
     checkpoint_callbacks ckpt_path current_epoch datamodule default_root_dir device_ids distributed_sampler_kwargs
     early_stopping_callback early_stopping_callbacks enable_validation estimated_stepping_batches evaluating fast_dev_run fit
-    global_rank global_step gradient_clip_algorithm gradient_clip_val init_module interrupted is_global_zero is_last_batch
-    lightning_module limit_predict_batches limit_test_batches limit_train_batches limit_val_batches local_rank log_dir
-    log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps min_epochs min_steps model
+    fit_loop global_rank global_step gradient_clip_algorithm gradient_clip_val init_module interrupted is_global_zero
+    is_last_batch lightning_module limit_predict_batches limit_test_batches limit_train_batches limit_val_batches local_rank
+    log_dir log_every_n_steps logged_metrics logger loggers lr_scheduler_configs max_epochs max_steps min_epochs min_steps model
     node_rank num_devices num_nodes num_predict_batches num_sanity_val_batches num_sanity_val_steps num_test_batches
     num_training_batches num_val_batches optimizers overfit_batches precision precision_plugin predict predict_dataloaders
     predicting print profiler progress_bar_callback progress_bar_metrics received_sigterm reload_dataloaders_every_n_epochs
@@ -72,9 +72,9 @@ def test_the_last_batch(limits: dict[str, int], skip_at: int, during: list[bool]
 
 
 def test_a_name_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ADVICE, "trainer", {"fit_loop": "trainer.max_epochs"})
-    with pytest.raises(AttributeError, match=r"a Trainer has no 'fit_loop'. Use trainer.max_epochs."):
-        _ = make_trainer().fit_loop
+    monkeypatch.setitem(ADVICE, "trainer", {"test_loop": "trainer.max_epochs"})
+    with pytest.raises(AttributeError, match=r"a Trainer has no 'test_loop'. Use trainer.max_epochs."):
+        _ = make_trainer().test_loop
     with pytest.raises(AttributeError, match=r"a Trainer has no 'globl_step'.*'global_step'"):
         _ = make_trainer().globl_step
 

@@ -531,7 +531,9 @@ def _new_run(
     )
     run.accelerator.seed = run.seed
     if stage == "fit":
-        run = replace(run, progress=RunProgress(), fitted=module, optimizers=[], schedulers=[], train_loader=None)
+        across_epochs = before.arguments.check_val_every_n_epoch is None
+        progress = before.progress.continued(across_epochs) if before.continues else RunProgress()
+        run = replace(run, continues=False, progress=progress, fitted=module, optimizers=[], schedulers=[], train_loader=None)
         if before.save_policy is not None:
             renew_loggers(trainer)
         run.save_policy = SavePolicy(run)

@@ -146,6 +146,20 @@ class RunProgress:
         self.should_stop = self.should_log = self.sanity_checking = self.validating = False
         self.batch_idx = -1
 
+    def continued(self, across_epochs: bool) -> RunProgress:
+        """The progress of a fit that counts from where this one has ended, at the beginning of an epoch.
+
+        An epoch that this one has begun counts as over, so that the next one has another order of the data.
+
+        Args:
+            across_epochs: the validation interval counts across epochs.
+        """
+        counters = ("global_step", "current_epoch", "batches_done", "validations", "earlier_batches", "extra_batches")
+        after = RunProgress(**{name: getattr(self, name) for name in counters})
+        if after.batches_done:
+            after.begin_next_epoch(after.batches_done, across_epochs)
+        return after
+
     def interrupt(self) -> None:
         """An exception ends the run."""
         self.status = TrainerStatus.INTERRUPTED

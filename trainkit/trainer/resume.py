@@ -724,6 +724,7 @@ def restore_fit(run: Run, training: Training, components: set[str], overrides: M
     """
     checkpoint, run.checkpoint = run.checkpoint, None  # The memory of the checkpoint is released at the end of this function.
     if checkpoint is None:
+        notice_end(run, "the last fit has ended at")  # one that does not continue has everything left
         return False
     loaded = checkpoint.loaded
     state = loaded.state
@@ -744,13 +745,19 @@ def restore_fit(run: Run, training: Training, components: set[str], overrides: M
     restore_run(run, state, components, what, restore_objects)
     if overrides and not checkpoint.restart:  # a restarted run has them already
         _override(objects, overrides)
-    if "loop" in components and run.due.training_ends and not run.progress.should_stop:
+    if "loop" in components:
+        notice_end(run, "the checkpoint is of")
+    return True
+
+
+def notice_end(run: Run, begins: str) -> None:
+    """Print a notice if the limits are reached before the fit begins."""
+    if run.due.training_ends and not run.progress.should_stop:
         notice(
-            f"the checkpoint is of step {run.progress.global_step}, {quantity(run.progress.current_epoch, 'epoch')} complete, "
+            f"{begins} step {run.progress.global_step}, {quantity(run.progress.current_epoch, 'epoch')} complete, "
             f"and nothing is left to train: max_epochs={run.arguments.max_epochs}, max_steps={run.arguments.max_steps}. Raise "
             "them to continue."
         )
-    return True
 
 
 def _run_load_hooks(run: Run, loaded: LoadedCheckpoint) -> dict[str, Any]:

@@ -62,6 +62,7 @@ _COPIED = (
     "loggers",
     "profiler",
     "accumulation",
+    "continues",
     "progress",
     "results",
     "given_module",
@@ -88,6 +89,7 @@ class Run:
         loggers: of the Trainer.
         profiler: measures the steps; `None`: there is none.
         accumulation: number of micro-batches in an accumulation window of the current epoch.
+        continues: the next fit counts epochs and steps from where the last one has ended.
         progress: counters, phase, and what the run has been asked for.
         signals: what the process has received.
         hooks: what is called for which hook.
@@ -131,6 +133,7 @@ class Run:
     loggers: list[Logger] = field(default_factory=list)
     profiler: Profiler | None = None
     accumulation: int = 1
+    continues: bool = False
     progress: RunProgress = field(default_factory=RunProgress)
     signals: Signals = field(default_factory=lambda: Signals(lambda: None))
     hooks: HookTable = field(default_factory=HookTable.nothing)

@@ -60,6 +60,7 @@ from trainkit.trainer.lifecycle import (
     set_up,
     start_loggers,
 )
+from trainkit.trainer.lightning_views import ConnectorView, FitLoopView
 from trainkit.trainer.loaders import train_loader
 from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
 from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
@@ -502,6 +503,15 @@ class Trainer:
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
         self._run.progress.should_stop = stop
+
+    @property
+    def fit_loop(self) -> FitLoopView:
+        """Limits of a fit under Lightning's names; after `trainer.fit_loop.max_epochs = n` the next fit continues."""
+        return FitLoopView(self)
+
+    @property
+    def _accelerator_connector(self) -> ConnectorView:
+        return ConnectorView(self)
 
     @property
     def should_log(self) -> bool:
