@@ -9,10 +9,11 @@ import pytest
 import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, Recorder, make_trainer, parameters_of, same
+from torch.utils.data import DataLoader
 
-from trainkit import Strategy, Trainer
+from trainkit import DataModule, Strategy, Trainer
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
-from trainkit.errors import CheckpointNotFoundError, ConfigurationError
+from trainkit.errors import CheckpointNotFoundError, ConfigurationError, DataError, ModuleError
 from trainkit.loggers import CSVLogger, Logger
 from trainkit.names import advice_by_place
 from trainkit.profilers import PassThroughProfiler, SimpleProfiler
@@ -192,3 +193,60 @@ def test_an_attribute_error_inside_a_property_is_shown() -> None:
 
     with pytest.raises(AttributeError, match="nothing_of_this_name"):
         make_trainer(logger=Broken()).log_dir
+
+
+class Half(DataModule):
+    """Half of the batches of `tiny_loader`; records what is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = list[str]()
+
+    def setup(self, stage: str) -> None:
+        self.stages.append(stage)
+
+    def train_dataloader(self) -> DataLoader:
+        return tiny_loader(8)
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+def test_the_data_module_can_be_assigned() -> None:
+    """It is used where loaders come from nowhere else."""
+
+    class Own(TinyModule):
+        def train_dataloader(self) -> DataLoader:
+            return tiny_loader(16)
+
+    data, other, trainer = Half(), Half(), make_trainer()
+    trainer.datamodule = data
+    assert trainer.datamodule is data
+    trainer.fit(TinyModule())
+    trainer.test(verbose=False)
+    trainer.validate(verbose=False)
+    assert len(trainer.predict() or []) == 2
+    assert (trainer.global_step, data.stages, data.trainer) == (2, ["fit", "test", "validate", "predict"], trainer)
+    trainer.fit(TinyModule(), tiny_loader(12))
+    assert (trainer.global_step, trainer.datamodule) == (3, data)
+    trainer.fit(Own())
+    assert (trainer.global_step, len(data.stages)) == (4, 4)
+    trainer.fit(TinyModule(), datamodule=other)
+    assert trainer.datamodule is other
+    with pytest.raises(ModuleError, match="train_dataloader"):
+        trainer.fit(TinyModule())
+    trainer.datamodule = data
+    trainer.datamodule = None
+    with pytest.raises(ModuleError, match="train_dataloader"):
+        trainer.fit(TinyModule())
+
+
+def test_what_is_no_data_module_to_assign() -> None:
+    class Assigns(TinyModule):
+        def on_train_start(self) -> None:
+            self.trainer.datamodule = Half()
+
+    trainer = make_trainer()
+    with pytest.raises(DataError, match=r"datamodule must be a DataModule, not type. .* make an instance: Half\(\)\?"):
+        trainer.datamodule = Half  # type: ignore[assignment]
+    with pytest.raises(ConfigurationError, match=r"cannot change during a run.*trainer\.datamodule = Half\(\.\.\.\)"):
+        trainer.fit(Assigns(), tiny_loader(4))

@@ -436,6 +436,7 @@ def running(
         checks.begin_run(stage)
         module, compiler = unwrap_compiled(module, trainer._run.compilation)
         _check_inputs(module, datamodule, args)
+        datamodule = _choose_datamodule(trainer, stage, module, datamodule, args)
         refuse_incomplete(module, stage, strategy.has_optimizer)
         outer = module._trainer
         run = trainer._run = _new_run(trainer, stage, module, datamodule, compiler, signals or Signals(lambda: None))
@@ -493,13 +494,38 @@ def _check_inputs(module: object, datamodule: object, loaders: tuple[Any, ...]) 
     if "_parameters" not in vars(module):
         raise ModuleError(f"{type(module).__name__}.__init__ must begin with super().__init__(), before anything is assigned.")
     check_module(module, TrainModule)
-    if datamodule is not None and not isinstance(datamodule, DataModule):
-        hint = f" Did you forget to make an instance: {datamodule.__name__}()?" if isinstance(datamodule, type) else ""
-        raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.{hint}")
-    if datamodule is not None:
-        check_datamodule(datamodule, DataModule)
+    refuse_datamodule(datamodule)
     if datamodule is not None and any(value is not None for value in loaders):
         raise ConfigurationError("loaders and a datamodule were both given. Give one of them.")
+
+
+def refuse_datamodule(datamodule: object) -> None:
+    """Refuse a data module that is none, or that has a hook that would never be called.
+
+    Raises:
+        DataError: It is another object.
+        HookError: One of its hooks is refused.
+    """
+    if datamodule is None:
+        return
+    if not isinstance(datamodule, DataModule):
+        hint = f" Did you forget to make an instance: {datamodule.__name__}()?" if isinstance(datamodule, type) else ""
+        raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.{hint}")
+    check_datamodule(datamodule, DataModule)
+
+
+_LOADERS = {"fit": "train_dataloader", "validate": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+
+
+def _choose_datamodule(
+    trainer: Trainer, stage: str, module: TrainModule, datamodule: DataModule | None, loaders: tuple[Any, ...]
+) -> DataModule | None:
+    """The data module that the run was given, or the assigned one if the loaders of the run come from nowhere else."""
+    if datamodule is not None:
+        trainer._assigned_datamodule = None
+        return datamodule
+    given = any(value is not None for value in loaders) or is_overridden(module, _LOADERS[stage], DataHooks)
+    return None if given else trainer._assigned_datamodule
 
 
 def _new_run(

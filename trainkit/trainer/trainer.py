@@ -55,6 +55,7 @@ from trainkit.trainer.lifecycle import (
     attach_loggers,
     build_hooks,
     interruptible,
+    refuse_datamodule,
     refuse_evaluation,
     running,
     set_up,
@@ -119,6 +120,7 @@ class Trainer:
         self._run.callbacks = attach_callbacks(self, arguments["callbacks"], *additions)
 
     _assigned_ckpt_path: str | Path | None = None
+    _assigned_datamodule: DataModule | None = None
     _module_callbacks: list[Callback]  # Callbacks that configure_callbacks has returned.
     _replaced_callbacks: list[Callback]  # Callbacks that these have replaced.
 
@@ -597,8 +599,22 @@ class Trainer:
 
     @property
     def datamodule(self) -> DataModule | None:
-        """The data module of the run; `None` without one."""
-        return self._run.datamodule
+        """The data module of the run; `None` without one.
+
+        One that you assign is used by the runs that get no loaders and no data module and whose module defines none, until you
+        assign `None` or a run gets another one. Assign it between runs only.
+        """
+        return self._run.datamodule if self._assigned_datamodule is None else self._assigned_datamodule
+
+    @datamodule.setter
+    def datamodule(self, datamodule: DataModule | None) -> None:
+        if self.stage is not None:
+            raise ConfigurationError(
+                "trainer.datamodule cannot change during a run, whose loaders are fixed. Assign it before: "
+                f"trainer.datamodule = {type(datamodule).__name__}(...)"
+            )
+        refuse_datamodule(datamodule)
+        self._assigned_datamodule = datamodule
 
     @property
     def accelerator(self) -> Accelerator:

@@ -131,6 +131,7 @@ def _trial_trainer(trainer: Trainer, callback: Callback, alone: bool, arguments:
     run.inference_mode = trainer.inference_mode
     run.callbacks = [*(copy.copy(one) for one in trainer.callbacks if isinstance(one, kinds)), callback]
     trial._module_callbacks, trial._replaced_callbacks = [], []
+    trial._assigned_datamodule = None
     return trial
 
 
