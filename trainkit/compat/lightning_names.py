@@ -1,4 +1,4 @@
-"""What `trainkit.utilities` has under Lightning's names: types for annotations, functions of the main process, and helpers."""
+"""Lightning's names: types for annotations, functions of the main process, helpers, and hyper-parameters in a YAML file."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import inspect
 import logging
 import os
 import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from enum import Enum
 from types import FrameType
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
@@ -17,10 +19,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainkit.accelerator.processes import rank_and_size
-from trainkit.console import notice
+from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError
 from trainkit.nested import move
 from trainkit.rng import RandomState
+from trainkit.tagged_json.codec import is_omegaconf, plain_container
 
 __all__ = [
     "EVAL_DATALOADERS",
@@ -40,6 +43,7 @@ __all__ = [
     "get_init_args",
     "grad_norm",
     "isolate_rng",
+    "load_hparams_from_yaml",
     "measure_flops",
     "move_data_to_device",
     "rank_prefixed_message",
@@ -48,6 +52,7 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "save_hparams_to_yaml",
 ]
 
 # ---------------------------------------------------------------------- annotations of steps, loaders and configure_optimizers
@@ -339,3 +344,113 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
     arguments = inspect.getargvalues(frame)
     values = {name: arguments.locals[name] for name in arguments.args[1:]}
     return values | (arguments.locals[arguments.keywords] if arguments.keywords else {})
+
+
+# ------------------------------------------------------------------------------------------------- hyper-parameters in a file
+
+
+def save_hparams_to_yaml(
+    config_yaml: str | os.PathLike[str], hparams: Mapping[str, Any] | Namespace, use_omegaconf: bool = True
+) -> None:
+    """Write hyper-parameters to a YAML file.
+
+    It has plain values only: numbers, texts, lists, tuples and dicts of them; an `Enum` is its name, and interpolations of
+    OmegaConf are resolved. A warning names the others, which are not written. Loggers write their `hparams.yaml` and
+    checkpoints store `self.hparams` without this function.
+
+    Args:
+        config_yaml: A path or URL, in a folder that exists.
+        hparams: The hyper-parameters.
+        use_omegaconf: No effect: a `DictConfig` is written as plain values either way.
+
+    Raises:
+        ConfigurationError: There is no such folder, or `hparams` is something else.
+    """
+    import yaml
+
+    path = os.fspath(config_yaml)
+    files, folder = get_filesystem(path), os.path.dirname(path)
+    if folder and not files.isdir(folder):
+        raise ConfigurationError(f"there is no folder {folder}. Create it: os.makedirs({folder!r}, exist_ok=True)")
+    values = vars(hparams) if isinstance(hparams, Namespace) else plain_container(hparams)
+    if not isinstance(values, Mapping):
+        raise ConfigurationError(f"hparams must be a dict or an argparse.Namespace, not {type(hparams).__name__}.")
+    dumper, texts = _yaml_classes()[0], []
+    for name, value in values.items():
+        try:
+            texts.append(yaml.dump({name: value}, Dumper=dumper, allow_unicode=True))
+        except yaml.representer.RepresenterError:
+            warn(
+                f"save_hparams_to_yaml: {name!r} is not written, because a {type(value).__name__} has no plain form in YAML. "
+                "Pass a number, a text, or a list or dict of them."
+            )
+    with files.open(path, "w", encoding="utf-8") as file:
+        file.write("".join(texts) or "{}\n")
+
+
+def load_hparams_from_yaml(config_yaml: str | os.PathLike[str], use_omegaconf: bool = True) -> Any:
+    """Read hyper-parameters from a YAML file, also one that Lightning has written. No code in it is run.
+
+    Args:
+        config_yaml: A path or URL.
+        use_omegaconf: Return a `DictConfig` if omegaconf is installed and supports the values.
+
+    Returns:
+        The hyper-parameters, a dict or a `DictConfig`. If there is no file, a warning says so and the dict is empty.
+
+    Raises:
+        ConfigurationError: The file is no YAML, has objects of Python classes, or is no mapping.
+    """
+    import yaml
+
+    path = os.fspath(config_yaml)
+    files = get_filesystem(path)
+    if not files.exists(path):
+        warn(f"load_hparams_from_yaml: there is no file {path}, so there are no hyper-parameters.")
+        return {}
+    with files.open(path, "r", encoding="utf-8") as file:
+        text = file.read()
+    try:
+        values = _yaml_classes()[1](text).get_single_data()
+    except yaml.YAMLError as error:
+        raise ConfigurationError(
+            f"{path} cannot be read as plain hyper-parameters: {error}. It may have numbers, texts, lists and dicts."
+        ) from error
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{path} must have a mapping from names to hyper-parameters, not a {type(values).__name__}.")
+    if use_omegaconf:
+        with suppress(ImportError):
+            from omegaconf import OmegaConf
+            from omegaconf.errors import UnsupportedValueType, ValidationError
+
+            with suppress(UnsupportedValueType, ValidationError):
+                return OmegaConf.create(values)
+    return values
+
+
+@functools.cache
+def _yaml_classes() -> tuple[Any, Any]:
+    """A dumper and a loader of plain values and tuples; PyYAML is imported when they are used."""
+    import yaml
+
+    class PlainDumper(yaml.SafeDumper):
+        def represent_data(self, data: Any) -> Any:
+            if is_omegaconf(data):
+                data = plain_container(data)
+            elif isinstance(data, Enum):
+                data = data.name
+            elif isinstance(data, Mapping):
+                data = dict(data)
+            elif isinstance(data, tuple):
+                return self.represent_sequence(_TUPLE, data)
+            return super().represent_data(data)
+
+    class PlainLoader(yaml.SafeLoader):
+        def construct_tuple(self, node: Any) -> tuple[Any, ...]:
+            return tuple(self.construct_sequence(node, deep=True))
+
+    PlainLoader.add_constructor(_TUPLE, PlainLoader.construct_tuple)
+    return PlainDumper, PlainLoader
+
+
+_TUPLE = "tag:yaml.org,2002:python/tuple"  # as Lightning writes them
