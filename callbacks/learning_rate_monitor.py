@@ -34,6 +34,7 @@ class LearningRateMonitor(Callback):
             one).
         log_momentum: Also log the momentum (or the first beta), as `<name>-momentum`.
         log_weight_decay: Also log the weight decay, as `<name>-weight_decay`.
+        log_key_prefix: A text before each of these names: with `"optim/"` it is `optim/lr-AdamW`.
 
     Attributes:
         lrs: Name → the learning rates that were logged since training started in this process, the oldest first.
@@ -49,12 +50,24 @@ class LearningRateMonitor(Callback):
         ```
     """
 
-    def __init__(self, logging_interval: str | None = None, log_momentum: bool = False, log_weight_decay: bool = False) -> None:
+    def __init__(
+        self,
+        logging_interval: str | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+        log_key_prefix: str | None = None,
+    ) -> None:
         super().__init__()
         choice(logging_interval, "LearningRateMonitor(logging_interval=)", ("step", "epoch"), optional=True)
+        if not isinstance(log_key_prefix, str | None):
+            raise ConfigurationError(
+                f"LearningRateMonitor(log_key_prefix=) must be a text, not {log_key_prefix!r}. Fix: "
+                "LearningRateMonitor(log_key_prefix='optim/')"
+            )
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self.log_key_prefix = log_key_prefix or ""
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
@@ -89,7 +102,8 @@ class LearningRateMonitor(Callback):
         self._names.clear()
         self._bases.clear()
         self._intervals.clear()
-        for index, (optimizer, base) in enumerate(zip(trainer.optimizers, _number_names(bases), strict=True)):
+        for index, (optimizer, name) in enumerate(zip(trainer.optimizers, _number_names(bases), strict=True)):
+            base = self.log_key_prefix + name
             self._bases[id(optimizer)], self._names[id(optimizer)] = base, _group_names(optimizer, base)
             interval = configs[index].interval if index in configs else "step"
             self._intervals[id(optimizer)] = self.logging_interval or interval

@@ -153,6 +153,23 @@ def test_momentum_and_weight_decay(trainer, module) -> None:
     assert callback.last_weight_decay_values == {name: value for name, value in module.logged.items() if "decay" in name}
 
 
+def test_a_prefix_of_all_names(trainer, module) -> None:
+    optimizers = [
+        torch.optim.SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=0.5, momentum=0.875, weight_decay=0.125),
+        torch.optim.SGD([parameter()], lr=0.25),
+        torch.optim.AdamW([parameter()], lr=0.125),
+    ]
+    options = {"log_momentum": True, "log_weight_decay": True, "logging_interval": "step", "log_key_prefix": "optim/"}
+    callback = attached(trainer, module, optimizers, [config(2, name="rate")], **options)
+    for optimizer in optimizers:
+        callback.on_before_optimizer_step(trainer, module, optimizer)
+    names = ["optim/lr-SGD/pg1", "optim/lr-SGD/pg2", "optim/lr-SGD-1", "optim/rate"]
+    assert callback.lr_names == list(callback.lrs) == names
+    assert {*module.logged} == {f"{name}{end}" for name in names for end in ("", "-momentum", "-weight_decay")}
+    with pytest.raises(ConfigurationError, match=r"log_key_prefix=\) must be a text, not 3"):
+        LearningRateMonitor(log_key_prefix=3)
+
+
 class Scheduled(TinyModule):
     """Halves its learning rate, at first 0.5, after each step or after each epoch."""
 

@@ -41,7 +41,7 @@ SIGNATURES = {
         "attr_name=''"
     ),
     "LayerFreezing": "schedule, interval='epoch'",
-    "LearningRateMonitor": "logging_interval=None, log_momentum=False, log_weight_decay=False",
+    "LearningRateMonitor": "logging_interval=None, log_momentum=False, log_weight_decay=False, log_key_prefix=None",
     "MemoryMonitor": "logging_interval=None, verbose=True",
     "ModelCheckpoint": (
         "dirpath=None, filename=None, monitor=None, verbose=False, save_last=None, save_top_k=1, save_on_exception=True, "
