@@ -24,7 +24,7 @@ from trainkit.callbacks import ModelCheckpoint
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError, MetricError, MissingMethodError
 from trainkit.loggers import CSVLogger, JSONLLogger, Logger, TensorBoardLogger
-from trainkit.loggers.base import DummyLogger
+from trainkit.loggers.base import DummyLogger, NullExperiment
 from trainkit.loggers.logger_setup import attach, default_logger
 from trainkit.loggers.run_files import read_metrics
 
@@ -211,6 +211,32 @@ def test_the_environment_tells_the_rank_where_nothing_else_does(tmp_path: Path, 
 
 
 # ---------------------------------------------------------------------- accepted values
+
+
+def test_an_experiment_of_the_main_process(tmp_path: Path) -> None:
+    """Under Lightning's names, which are also found in Lightning's modules."""
+    from trainkit.loggers.logger import rank_zero_experiment
+
+    class Mine(Logger):
+        @property
+        @rank_zero_experiment
+        def experiment(self) -> Any:
+            """The run."""
+            return self
+
+    logger = Mine(tmp_path)
+    assert logger.experiment is logger
+    assert Mine.experiment.__doc__ == "The run."
+    logger.set_rank(1)
+    assert type(logger.experiment) is NullExperiment
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, DummyLogger])
+def test_a_graph_and_groups(kind: Any, tmp_path: Path) -> None:
+    """Callbacks and scripts written for Lightning use them with every logger."""
+    logger = kind(tmp_path)
+    logger.log_graph(torch.nn.Linear(1, 1), input_array=torch.zeros(1))
+    assert (logger.group_separator, list(tmp_path.iterdir())) == ("/", [])
 
 
 def test_steps() -> None:

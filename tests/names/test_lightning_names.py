@@ -11,6 +11,7 @@ from helpers.lightning.listing import NAMES
 from helpers.runs.trainers import make_trainer
 
 import trainkit
+from trainkit.errors import UnknownNameError
 from trainkit.module.hook_checks import REMOVED
 from trainkit.names import advice, advice_by_place, table, use_instead
 
@@ -111,6 +112,17 @@ def test_a_module_of_lightning_has_the_class_of_trainkit() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named 'trainkit.callbacks.nonsense'"):
         import_module("trainkit.callbacks.nonsense")
     assert not hasattr(import_module("trainkit.plugins"), "TorchCheckpointIO")
+
+
+def test_the_class_of_the_accelerator_of_a_trainer() -> None:
+    """In Lightning it is the device; here `trainer.accelerator` has the verbs of the loop."""
+    from trainkit.accelerators import Accelerator
+    from trainkit.accelerators.accelerator import Accelerator as Same
+
+    assert Same is Accelerator
+    assert isinstance(make_trainer().accelerator, Accelerator)
+    with pytest.raises(UnknownNameError, match=r"unknown accelerator <class .*Accelerator'>; known: auto, cpu"):
+        make_trainer(accelerator=Accelerator)
 
 
 def test_modules_are_attributes_of_their_packages() -> None:

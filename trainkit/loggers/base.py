@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,7 +27,7 @@ from trainkit.loggers.log_folder import (
 from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain, take_step
 from trainkit.loggers.run_files import yaml_in
 
-__all__ = ["DummyLogger", "Logger", "NullExperiment", "is_installed"]
+__all__ = ["DummyLogger", "Logger", "NullExperiment", "is_installed", "rank_zero_experiment"]
 
 
 _CAN_STORE = {
@@ -272,6 +272,19 @@ class Logger(KnownKeywords):
             with self._surviving(f"write the histogram {key!r}"):
                 self.write_histogram(key, finite, self._media_step(step))
 
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Write the graph of a model, in a logger of your own that can; this one does nothing, as in Lightning.
+
+        Args:
+            model: The model.
+            input_array: An input of its `forward`.
+        """
+
+    @property
+    def group_separator(self) -> str:
+        """What separates the name of a group and the name of a metric in it, `"/"`."""
+        return "/"
+
     def save(self) -> None:
         """Flush what was logged so far; also called before each checkpoint."""
 
@@ -452,6 +465,31 @@ class NullExperiment:
 
     def __exit__(self, *error: object) -> None:
         pass
+
+
+def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate the `experiment` of a logger of your own, so that only the main process opens it.
+
+    `Logger.experiment` does so by itself: define `open_experiment` in a new logger.
+
+    Args:
+        fn: Returns the writer or run of the backend.
+
+    Example:
+        ```python
+        class Mine(Logger):
+            @property
+            @rank_zero_experiment
+            def experiment(self):
+                return backend.current_run()
+        ```
+    """
+
+    @wraps(fn)
+    def experiment(self: Logger) -> Any:
+        return fn(self) if self.is_main_process else NullExperiment()
+
+    return experiment
 
 
 class DummyLogger(Logger):
