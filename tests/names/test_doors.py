@@ -22,7 +22,10 @@ before = list(sys.meta_path)
 importlib.reload(trainkit.compat.lightning)
 assert sys.meta_path == before
 
-import lightning as L, lightning.pytorch as pl, pytorch_lightning, accelerate
+import lightning as L
+import lightning_utilities.core.rank_zero
+assert lightning_utilities.core.rank_zero.rank_zero_only.rank == 0
+import lightning.pytorch as pl, pytorch_lightning, accelerate
 from lightning.pytorch.callbacks import Callback
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from pytorch_lightning.utilities import rank_zero_only as same

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainkit.accelerator.processes import rank_and_size
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError
+from trainkit.launch.joining import tell_rank
 from trainkit.nested import move
 from trainkit.rng import RandomState
 from trainkit.tagged_json.codec import is_omegaconf, plain_container
@@ -151,6 +152,8 @@ rank_zero_only = _RankZeroOnly()
 `rank_zero_only(function, default=None)` is the decorated function, and `rank_zero_only.rank` the rank of this process, as the
 launcher has set it before the processes are connected. Do not decorate a function that communicates with the other processes.
 """
+with suppress(ConfigurationError):  # Creating a Trainer raises it, if the variables of a launcher contradict each other.
+    tell_rank(rank_zero_only.rank, overwrite=False)  # as Lightning does when it is imported
 
 
 def rank_zero_info(message: object, *args: Any, stacklevel: int = 1) -> None:

@@ -40,6 +40,7 @@ __all__ = [
     "processes",
     "single_process_group",
     "single_world",
+    "tell_rank",
 ]
 
 # Launcher → the command that starts the requested number of processes.
@@ -142,6 +143,21 @@ def join(wanted: RequestedDevices, *, backend: str | None = None, timeout: timed
     world = _joined.world
     check_devices(wanted, world.size, world.local_size, world.nodes, world.launcher)
     return world
+
+
+def tell_rank(rank: int, overwrite: bool = True) -> None:
+    """Set the rank of `rank_zero_only` of lightning_utilities, if that is installed: without it, decorated functions raise.
+
+    Args:
+        rank: The rank of this process.
+        overwrite: Also if it is set already.
+    """
+    with suppress(ImportError):
+        from lightning_utilities.core import rank_zero
+
+        function: Any = rank_zero.rank_zero_only
+        if overwrite or not hasattr(function, "rank"):
+            function.rank = rank
 
 
 def joined_world() -> World:

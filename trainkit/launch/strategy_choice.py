@@ -14,7 +14,7 @@ from trainkit.console import notice
 from trainkit.distributed.requested_devices import RequestedDevices
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.launch.environment import DEVICE, tpu_is_chosen
-from trainkit.launch.joining import note_single_process, processes, single_world
+from trainkit.launch.joining import note_single_process, processes, single_world, tell_rank
 from trainkit.registry import automatic_strategy, find_info, make_strategy, normalize_name
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def join_strategy(
     made.join(requested)
     if made.info.one_device:
         made.world = single_world()
+    tell_rank(made.world.rank)
     if message:
         notice(message)
     if precision is not None:

@@ -143,6 +143,8 @@ class Door(DistributionFinder, Loader):
             return
         if "." not in where or where in _LIGHTNING:
             vars(module)["__version__"] = table(self.framework)["version"]
+        if where in _LIGHTNING:  # It sets the rank of lightning_utilities, as Lightning does when it is imported.
+            import_module("trainkit.utilities.rank_zero")
         make = _names_of_accelerate if self.framework == "accelerate" else _names_of_lightning
         vars(module)["__getattr__"], vars(module)["__dir__"] = make(where)
 
