@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from trainkit.callbacks.base_finetuning import BATCH_NORMS, BaseFinetuning
+from trainkit.callbacks.base_finetuning import BATCH_NORMS, BaseFinetuning, new_to
 from trainkit.checks import function, real_number, whole_number
 from trainkit.console import notice
 from trainkit.errors import ModuleError
@@ -103,7 +103,7 @@ class BackboneFinetuning(BaseFinetuning):
         frozen = list(self.filter_params(module.backbone, train_bn=self.train_bn, requires_grad=False))
         if last is None or last < 0 or self.unfreeze_backbone_at_epoch < last:
             for optimizer in trainer.optimizers:
-                if self.filter_on_optimizer(optimizer, frozen):
+                if new_to(optimizer, frozen):
                     self._refuse_schedulers(trainer, optimizer)
 
     def freeze_before_training(self, pl_module: TrainModule) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["BATCH_NORMS", "BaseFinetuning"]
+__all__ = ["BATCH_NORMS", "BaseFinetuning", "new_to"]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -147,9 +147,12 @@ class BaseFinetuning(Freezing):
 
     @staticmethod
     def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters that the optimizer does not have."""
-        known = parameters_of([optimizer])
-        return [p for p in params if id(p) not in known]
+        """Return the parameters that the optimizer does not have; a warning says if there are others."""
+        params = list(params)
+        new = new_to(optimizer, params)
+        if len(new) < len(params):
+            _warn_of_known(optimizer, "of those that are added now")
+        return new
 
     @staticmethod
     def unfreeze_and_add_param_group(
@@ -170,16 +173,11 @@ class BaseFinetuning(Freezing):
                 of the group; to keep one frozen, call `freeze_module(norm)` afterwards.
         """
         frozen = list(BaseFinetuning.filter_params(modules, requires_grad=False))
-        if len(BaseFinetuning.filter_on_optimizer(optimizer, frozen)) < len(frozen):
-            kind = type(optimizer).__name__
-            warn(
-                f"{kind} already has parameters that are unfrozen now. They stay in their group, with its learning rate. To "
-                "give them a group of their own, pass only trainable parameters in configure_optimizers: "
-                f"{kind}(filter(lambda p: p.requires_grad, self.parameters()))"
-            )
+        if len(new_to(optimizer, frozen)) < len(frozen):
+            _warn_of_known(optimizer, "that are unfrozen now")
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
-        new = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(modules, train_bn=train_bn))
+        new = new_to(optimizer, BaseFinetuning.filter_params(modules, train_bn=train_bn))
         if new:
             optimizer.add_param_group({"params": new, "lr": rate})
 
@@ -224,6 +222,21 @@ class BaseFinetuning(Freezing):
         self._applied = int(state_dict["epoch"])
         for name, norm in _batch_norms(self._get_module()).items():
             norm.track_running_stats = name not in state_dict["fixed_statistics"]
+
+
+def new_to(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that an optimizer does not have."""
+    known = parameters_of([optimizer])
+    return [p for p in params if id(p) not in known]
+
+
+def _warn_of_known(optimizer: Optimizer, which: str) -> None:
+    kind = type(optimizer).__name__
+    warn(
+        f"{kind} already has parameters {which}. They stay in their group, with its learning rate. To give them a group of "
+        "their own, pass only trainable parameters in configure_optimizers: "
+        f"{kind}(filter(lambda p: p.requires_grad, self.parameters()))"
+    )
 
 
 def _schedulers_of(trainer: Trainer, optimizer: Optimizer) -> list[Any]:

@@ -149,6 +149,11 @@ class StochasticWeightAveraging(AveragedWeights):
             return
         if not self._started:
             self._started = True
+            for config in trainer.lr_scheduler_configs:
+                notice(
+                    f"{_NAME}: from epoch {epoch} on, SWALR replaces {type(config.scheduler).__name__}, and the learning rate "
+                    f"becomes swa_lrs={self.swa_lrs}. To keep the schedule, average with ExponentialMovingAverage()."
+                )
             self._replace_scheduler(trainer)
         self._latest_epoch = epoch
         self._accumulate()

@@ -111,6 +111,15 @@ def test_the_group_that_unfreezing_adds() -> None:
     assert added(lr=0.3, train_bn=False) == (0.3, 2)
 
 
+def test_parameters_that_the_optimizer_has() -> None:
+    """A callback that adds a group itself gets the warning of one that calls `unfreeze_and_add_param_group`."""
+    head, body = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.5)
+    assert BaseFinetuning.filter_on_optimizer(optimizer, body.parameters()) == [*body.parameters()]
+    with pytest.warns(TrainkitWarning, match=r"SGD already has parameters of those that are added now\..*SGD\(filter\("):
+        assert BaseFinetuning.filter_on_optimizer(optimizer, [head.weight, body.weight]) == [body.weight]
+
+
 # ---------------------------------------------------------------------------------------------- learning rates of a run
 
 

@@ -84,12 +84,14 @@ def test_where_the_average_is_kept() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "epochs"), [("cos", 2), ("linear", 3), ("cos", 0)])
-def test_the_learning_rates_are_those_of_torch(strategy: Any, epochs: int) -> None:
+def test_the_learning_rates_are_those_of_torch(strategy: Any, epochs: int, caplog: pytest.LogCaptureFixture) -> None:
     """From the start epoch on `SWALR` replaces the schedule of the module; here with one rate for each group."""
     starts = Starts()
     average = StochasticWeightAveraging([0.3, 0.001], 3, epochs, strategy)
     trainer = make_trainer(starts, average, max_epochs=7)
-    trainer.fit(Normed(groups=2), tiny_loader())
+    with caplog.at_level("INFO", "trainkit"):
+        trainer.fit(Normed(groups=2), tiny_loader())
+    assert caplog.text.count("epoch 2 on, SWALR replaces StepLR, and the learning rate becomes swa_lrs=[0.3, 0.001].") == 1
     optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(2)], lr=0.02)
     schedule: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     for epoch in range(7):

@@ -101,3 +101,17 @@ def test_a_gpu_that_waits_for_its_data(caplog: pytest.LogCaptureFixture) -> None
     assert not told(tiny_loader()), "tensors in memory"
     assert not told(DataLoader(Drawing(4), num_workers=1))
     assert not told([1, 2])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2, {0: 1, 1: 4}])
+@pytest.mark.parametrize("hooks", ["", "optimizer_step", "optimizer_zero_grad", "optimizer_step optimizer_zero_grad"])
+def test_hooks_that_accumulation_calls_less_often(hooks: str, accumulation: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def call(name: str) -> Any:
+        return lambda self, *args: getattr(TinyModule, name)(self, *args)
+
+    module = type("Mine", (TinyModule,), {name: call(name) for name in hooks.split()})()
+    with caplog.at_level("INFO", "trainkit"):
+        make_trainer(accumulate_grad_batches=accumulation).fit(module, tiny_loader())
+    what = f"Mine.{' and '.join(hooks.split())} {'are' if ' ' in hooks else 'is'} called once for each accumulation window"
+    assert caplog.text.count("called once for each accumulation window") == (accumulation != 1 and hooks != "")
+    assert what in caplog.text or accumulation == 1 or not hooks

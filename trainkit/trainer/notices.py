@@ -15,12 +15,15 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from trainkit.console import notice, warn
 from trainkit.data.combined import CombinedLoader, restartable
 from trainkit.module.monitors import of_validation, why_no_validation
+from trainkit.module.overridable_hooks import is_overridden
+from trainkit.module.train_module import TrainModule
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
 __all__ = [
     "check_monitors",
+    "notice_accumulated_steps",
     "notice_few_workers",
     "notice_iterator",
     "notice_overfitting",
@@ -189,6 +192,19 @@ def notice_iterator(run: Run, source: Any) -> None:
         notice(
             f"{name} is an iterator: the first epoch lasts until it ends, and the next one has nothing to read. Pass "
             f"{restartable(source)}. If it does not end, limit the batches of an epoch: Trainer(limit_train_batches=100)"
+        )
+
+
+def notice_accumulated_steps(run: Run) -> None:
+    """Print a notice if the module overrides a hook that accumulation calls less often than once for each batch."""
+    schedule = run.accumulation_schedule
+    accumulates = run.accumulation > 1 if schedule is None else schedule.going_to_accumulate_grad_batches()
+    names = [name for name in ("optimizer_step", "optimizer_zero_grad") if is_overridden(run.module, name, TrainModule)]
+    if accumulates and names:
+        name, verb = " and ".join(names), "is" if len(names) == 1 else "are"
+        notice(
+            f"{type(run.module).__name__}.{name} {verb} called once for each accumulation window, not for each batch. Move "
+            "what each batch needs to on_train_batch_end."
         )
 
 

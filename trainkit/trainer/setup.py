@@ -35,6 +35,7 @@ from trainkit.trainer.module_steps import (
     pad_training_step,
     pad_without_forward,
 )
+from trainkit.trainer.notices import notice_accumulated_steps
 from trainkit.trainer.profiler import Profiler
 
 if TYPE_CHECKING:
@@ -297,6 +298,7 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
             )
         engine.begin_fit(module, partial(_before_manual_step, run))
     else:
+        notice_accumulated_steps(run)
         engine.begin_fit(module, before_step=None)
         optimizer = run.optimizers[0].optimizer if run.optimizers else None
         if optimizer is not None:
