@@ -111,7 +111,7 @@ def test_a_module_of_lightning_has_the_class_of_trainkit() -> None:
         from trainkit.callbacks.lr_monitor import Nonsense  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="No module named 'trainkit.callbacks.nonsense'"):
         import_module("trainkit.callbacks.nonsense")
-    assert not hasattr(import_module("trainkit.plugins"), "TorchCheckpointIO")
+    assert not hasattr(import_module("trainkit.plugins"), "CheckpointIO")
 
 
 def test_the_class_of_the_accelerator_of_a_trainer() -> None:

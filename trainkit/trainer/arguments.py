@@ -34,6 +34,7 @@ from trainkit.names import refuse_unknown
 from trainkit.paths import local_path
 from trainkit.precision import MIXED, OVER_MASTERS, is_short
 from trainkit.registry import load_callback, load_strategy
+from trainkit.trainer.checkpoint_plugins import without_checkpoint_io
 
 if TYPE_CHECKING:
     from trainkit.callback import Callback
@@ -447,6 +448,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: the value of one that no run reads is wrong; `TrainerArguments` checks the others.
     """
     known = arguments_of(TrainerArguments)
+    arguments = without_checkpoint_io(arguments)
     refuse_unknown("Trainer", {name: value for name, value in arguments.items() if name not in known}, known)
     values = {name: arguments.get(name, getattr(TrainerArguments, name)) for name in known}
     check_arguments(TrainerArguments, {name: values[name] for name, one in known.items() if not one.kept})
