@@ -47,7 +47,7 @@ SIGNATURES = {
         "dirpath=None, filename=None, monitor=None, verbose=False, save_last=None, save_top_k=1, save_on_exception=True, "
         "save_weights_only=False, mode='min', auto_insert_metric_name=True, every_n_train_steps=None, "
         "train_time_interval=None, every_n_epochs=None, save_on_train_epoch_end=None, enable_version_counter=True, "
-        "keep_last=2, save=None, checksum=None"
+        "keep_last=2, save=None, checksum=None, also=None"
     ),
     "ModelPruning": (
         "pruning_fn, parameters_to_prune=(), parameter_names=None, use_global_unstructured=True, amount=0.5, "

@@ -42,6 +42,7 @@ def again(value: Any) -> Any:
         ([np.float32(0.5), np.int64(3), np.bool_(True), Color.RED], [0.5, 3, True, "red"]),
         (argparse.Namespace(lr=0.1, names=["a"]), {"lr": 0.1, "names": ["a"]}),
         (float("nan"), None),
+        ({"dtype": torch.bfloat16}, None),
     ],
     ids=str,
 )
@@ -76,7 +77,7 @@ def test_tensors() -> None:
         ({"a": [nn.Linear(1, 1)]}, r"object\['a'\]\[0\] cannot be stored in torch's format: it is a Linear.*state_dict"),
         ({"a": {1, 2}}, r"object\['a'\] .*it is a set"),
         ({"a": np.arange(3)}, r"object\['a'\] .*it is a ndarray"),
-        ({"a": torch.float32}, r"object\['a'\] .*it is a dtype"),
+        ({"a": torch.device("cpu")}, r"object\['a'\] .*it is a device"),
         ({"f": len}, r"object\['f'\] .*it is a builtin_function_or_method"),
         (torch.empty(2, device="meta"), "on the meta device"),
         ({(1, torch.ones(1)): 1, torch.ones(1): 2}, "a key of object cannot be stored"),

@@ -10,6 +10,7 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import Memory, Recorder, make_trainer
 
 from trainkit import Callback, Trainer
+from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError, HookError, ModuleError
 
 
@@ -93,12 +94,12 @@ def test_scheduler_configs_that_are_taken_out() -> None:
 
 
 @pytest.mark.parametrize("nothing", [{"max_epochs": 0}, {"max_steps": 0}, {"limit_train_batches": 0}])
-def test_a_fit_with_nothing_to_train_leaves_nothing_to_save(nothing: dict[str, Any], tmp_path: Any) -> None:
+def test_a_fit_with_nothing_to_train_leaves_weights_to_save(nothing: dict[str, Any], tmp_path: Any) -> None:
     trainer = make_trainer(**{"max_epochs": 1, **nothing})
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.num_training_batches == 0
-    with pytest.raises(ModuleError, match="has not run fit with this module"):
-        trainer.save_checkpoint(tmp_path / "saved")
+    trainer.save_checkpoint(tmp_path / "saved")
+    assert not open_checkpoint(tmp_path / "saved").manifest.contents["resumable"], "the weights alone"
     with pytest.raises(ModuleError, match="estimated_stepping_batches is not known yet"):
         _ = trainer.estimated_stepping_batches
 

@@ -493,6 +493,17 @@ def test_what_a_hook_adds_can_be_omitted() -> None:
     state = open_checkpoint(trainer.checkpoint_callback.last_model_path).read().state
     assert state["user"] == {"fine": 1}
     assert "act" not in state["hyper_parameters"]
+    assert state["omitted"] == ["average", "hyper_parameters.act"]
+
+    class Needing(Adding):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.got = checkpoint["average"]["slow"]
+
+    path = trainer.checkpoint_callback.last_model_path
+    again = Needing()
+    saving(max_epochs=2, omit_from_checkpoint=["average", "hyper_parameters.act"]).fit(again, tiny_loader(), ckpt_path=path)
+    assert isinstance(again.got, Average), "what its on_save_checkpoint adds now"
+    assert isinstance(Needing.load_from_checkpoint(path).got, Average)
     unknown = pytest.warns(TrainkitWarning, match="names averge, which no on_save_checkpoint has added. Added: .*average")
     with unknown, pytest.raises(UnsavableError):
         saving(omit_from_checkpoint="averge").fit(Adding(), tiny_loader())
@@ -567,7 +578,7 @@ def test_a_run_that_early_stopping_ended_resumes_with_more_patience() -> None:
 
 def test_save_checkpoint_after_a_fit_replaces_what_is_there() -> None:
     trainer = make_trainer()
-    with pytest.raises(Exception, match="has not run fit"):
+    with pytest.raises(Exception, match="saves what was run"):
         trainer.save_checkpoint("there")
     trainer.fit(Adam(), tiny_loader())
     trainer.save_checkpoint("there")

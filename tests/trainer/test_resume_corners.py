@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Accelerator, Callback, set_seed
 from trainkit.callbacks import EarlyStopping, ModelCheckpoint
+from trainkit.checkpoint import open_checkpoint
 from trainkit.errors import ConfigurationError, Preempted, StateMismatchError
 
 
@@ -308,13 +309,14 @@ def test_an_interrupt_in_the_tear_down_gives_everything_back() -> None:
     saving(max_epochs=2).fit(Adam(), tiny_loader(), ckpt_path="auto")
 
 
-def test_weights_of_another_module_are_not_saved_as_the_runs() -> None:
-    """After an evaluation of another module, only a weights-only checkpoint can be saved."""
+def test_weights_of_another_module_are_not_saved_as_the_runs(caplog: pytest.LogCaptureFixture) -> None:
+    """After an evaluation of another module, only its weights are saved, and a notice says so."""
     trainer = make_trainer()
     trainer.fit(Adam(), tiny_loader())
     trainer.validate(Adam(), tiny_loader(8), verbose=False)
-    with pytest.raises(Exception, match="has not run fit with this module"):
-        trainer.save_checkpoint("there")
+    trainer.save_checkpoint("there")
+    assert "this Trainer has not run fit with the module, so save_checkpoint saves its weights only" in caplog.text
+    assert not open_checkpoint("there").manifest.contents["resumable"]
     trainer.save_checkpoint("there", weights_only=True)
 
 

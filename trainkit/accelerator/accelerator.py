@@ -1196,7 +1196,7 @@ class Accelerator:
         """Write an object to a file, on the main process; other processes do nothing, and need not call it.
 
         A name that ends with `.pt`, `.pth`, `.bin` or `.ckpt` gets torch's format, which `torch.load(f, weights_only=True)`
-        reads: of tensors, dict, list, tuple, str, bytes, int, float, bool and None, and nothing else. Tensors are stored on the
+        reads: of tensors, dict, list, tuple, str, bytes, int, float, bool, None and dtypes only. Tensors are stored on the
         CPU.
 
         With any other name, tensors by name, such as a state dict, become a plain safetensors file, which `safetensors` and

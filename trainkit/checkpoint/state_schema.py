@@ -404,6 +404,7 @@ _PARTS: dict[str, _Check] = {
     "callbacks": _by_name(_anything),
     "loggers": _items(_logger),
     "user": _free_dict,
+    "omitted": _items(_text),
     "loaders": _items(_position),
     "window": _count,
     "windows": _items(_pair(_maybe(_count), _count)),

@@ -90,7 +90,7 @@ def note_in(path: Path) -> str:
 
 
 def plain(value: Any, where: str) -> Any:
-    """A value of tensors, dict, list, tuple, str, bytes, int, float, bool and None, as `write_torch_file` stores it.
+    """A value of tensors, dict, list, tuple, str, bytes, int, float, bool, None and dtypes, as `write_torch_file` stores it.
 
     Mappings become dicts, named tuples tuples, numpy's numbers Python's, and members of an enumeration of numbers or texts
     their values. Containers are copied, tensors only if they are not on the CPU or are a part of a larger one.
@@ -123,6 +123,8 @@ class _PlainCopy:
         if isinstance(value, list | tuple) and not isinstance(value, Unregistered):
             items = (self.plain_of(item, f"{where}[{number}]", depth + 1) for number, item in enumerate(value))
             return list(items) if isinstance(value, list) else tuple(items)
+        if isinstance(value, torch.dtype):
+            return value
         for kind in _SCALARS:
             if type(value) is kind:
                 return value
@@ -130,7 +132,7 @@ class _PlainCopy:
                 return kind(value)
         raise UnsavableError(
             f"{where} cannot be stored in torch's format: it is {with_article(type(value).__qualname__)}. Expected tensors, "
-            "dict, list, tuple, str, bytes, int, float, bool and None. Fix: store its content as these, such as a "
+            "dict, list, tuple, str, bytes, int, float, bool, None and dtypes. Fix: store its content as these, such as a "
             "state_dict(), or save to a name with another ending, such as .json"
         )
 

@@ -37,7 +37,7 @@ from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.registry import load
 from trainkit.state.foreign_state import converted, is_foreign_file
-from trainkit.state.training_objects import TrainingObjects, checkpoint_for_hooks, model_stems, restore
+from trainkit.state.training_objects import TrainingObjects, add_omitted, checkpoint_for_hooks, model_stems, restore
 
 __all__ = [
     "NamedValues",
@@ -87,6 +87,7 @@ def build_from_checkpoint(
         module.__dict__["_built"] = True  # a Trainer must not build it again
     checkpoint_dict = checkpoint_for_hooks(loaded.manifest.epoch, loaded.manifest.step, dict(loaded.tensors["model"]), state)
     if (hook := getattr(module, "on_load_checkpoint", None)) is not None:
+        add_omitted(checkpoint_dict, state, getattr(module, "on_save_checkpoint", lambda checkpoint: None))
         hook(checkpoint_dict)
     restore(
         TrainingObjects([module], [], [], Precision()),

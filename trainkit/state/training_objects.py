@@ -111,6 +111,22 @@ def checkpoint_for_hooks(epoch: int, step: int, model: Mapping[str, Tensor], sta
     }
 
 
+def add_omitted(
+    checkpoint: dict[str, Any], state: Mapping[str, Any], on_save_checkpoint: Callable[[dict[str, Any]], Any]
+) -> None:
+    """Add what `Trainer(omit_from_checkpoint=)` omitted, for `on_load_checkpoint`: the objects that the hook would save now.
+
+    Args:
+        checkpoint: From `checkpoint_for_hooks`.
+        state: The state of the checkpoint.
+        on_save_checkpoint: The hook.
+    """
+    if omitted := state.get("omitted"):
+        now = dict(checkpoint)
+        on_save_checkpoint(now)
+        checkpoint.update({name: now[name] for name in omitted if name in now})
+
+
 def read_trained_weights(added: Mapping[str, Any]) -> dict[str, Tensor]:
     """The weights to continue training with, if a callback gave others to the model; hooks may have added anything else."""
     trained = added.get(TRAINED_WEIGHTS)

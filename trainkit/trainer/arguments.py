@@ -206,7 +206,8 @@ class TrainerArguments:
         checksum: How the files of checkpoints are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone
             replaces, if the digest of the manifest is kept in another place.
         omit_from_checkpoint: Names that `on_save_checkpoint` adds to the checkpoint and that are not stored, because they
-            cannot be: `"scaler_object"`, or `"hyper_parameters.tokenizer"`. `on_load_checkpoint` does not find them.
+            cannot be: `"loss_fn"`, or `"hyper_parameters.tokenizer"`. On loading, `on_save_checkpoint` is asked again, and
+            `on_load_checkpoint` gets its objects.
         slurm_requeue: After SIGTERM, SIGUSR1 or SIGHUP, when the checkpoint is complete, ask SLURM to run the job again.
         profiler: `"simple"`, `"advanced"`, `"pytorch"` or a `Profiler`: prints at the end of the run where the time went.
         detect_anomaly: Let autograd name the forward operation that caused a NaN in the backward pass. Slow.

@@ -37,6 +37,7 @@ from trainkit.state.callback_state import check_callbacks
 from trainkit.state.foreign_state import converted, is_foreign_file
 from trainkit.state.training_objects import (
     TrainingObjects,
+    add_omitted,
     check_components,
     checkpoint_for_hooks,
     describe_move,
@@ -764,6 +765,7 @@ def _run_load_hooks(run: Run, loaded: LoadedCheckpoint) -> dict[str, Any]:
     """Show the checkpoint to the hooks before it is loaded; they may change `state_dict`."""
     manifest = loaded.manifest
     seen = checkpoint_for_hooks(manifest.epoch, manifest.step, dict(loaded.tensors["model"]), loaded.state)
+    add_omitted(seen, loaded.state, partial(run.hooks.run, "on_save_checkpoint"))
     run.hooks.run("on_load_checkpoint", seen)
     return seen
 

@@ -142,7 +142,8 @@ class SavePolicy:
         state = {**taken.state, **capture_run(run, None if weights_only else run.train_loader)}
         seen = checkpoint_for_hooks(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
         run.hooks.run("on_save_checkpoint", seen)
-        self._omit(seen)
+        if omitted := self._omit(seen):
+            state["omitted"] = omitted
         taken.tensors["model"] = seen.pop("state_dict")
         aliases = taken.aliases["model"]  # Names that a hook has removed have no alias.
         taken.aliases["model"] = {alias: name for alias, name in aliases.items() if name in taken.tensors["model"]}
@@ -178,23 +179,21 @@ class SavePolicy:
             checksum=checksum,
         )
 
-    def _omit(self, seen: dict[str, Any]) -> None:
-        """Remove what the user does not want to store; names that no hook has added are said once."""
-        names = self._run.arguments.omit_from_checkpoint
-        unknown = []
-        for name in names:
+    def _omit(self, seen: dict[str, Any]) -> list[str]:
+        """Remove what the user does not want to store; returns its names. Those that no hook has added are said once."""
+        omitted, unknown = [], []
+        for name in self._run.arguments.omit_from_checkpoint:
             owner, _, inner = name.partition(".")
             within, key = (seen[owner], inner) if inner and owner == "hyper_parameters" else (seen, name)
-            if key in within:
-                del within[key]
-            else:
-                unknown.append(name)
+            (omitted if key in within else unknown).append(name)
+            within.pop(key, None)
         if unknown and not self._said_unknown:
             self._said_unknown = True
             warn(
                 f"omit_from_checkpoint names {join_names(unknown)}, which no on_save_checkpoint has added. Added: "
                 f"{join_names([name for name in seen if name not in ('epoch', 'global_step', 'state_dict', 'callbacks')])}."
             )
+        return omitted
 
     def _fingerprint_frozen(self) -> str:
         """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""

@@ -347,6 +347,7 @@ class Trainer:
                 a file with the weights as `ModelCheckpoint(also="ckpt")` writes it, from which no run can resume. Where
                 `import lightning` gives trainkit's names, `x.ckpt` becomes such a file, and the folder `x` the checkpoint.
             weights_only: Save the model only, without optimizers, schedulers, counters and callbacks. It cannot be resumed.
+                Always so, with a notice, if this Trainer has evaluated the module and not trained it.
             blocking: Return when the checkpoint is complete on disk. `False`: return when the state is copied; a thread
                 writes it. If it cannot be written, the next step warns or the next save does; at the latest the program
                 prints the error when it ends.
@@ -358,7 +359,15 @@ class Trainer:
         """
         path = local_path(filepath, "filepath")
         self.accelerator.collective_checks.wait("trainer.save_checkpoint")
-        self._save_policy_for(weights_only).save_to(path, weights_only=weights_only, blocking=blocking)
+        run = self._run
+        if run.given_module is None:
+            raise ModuleError("save_checkpoint saves what was run. Call trainer.fit(module, ...) first.")
+        if not weights_only and (run.train_loader is None or run.given_module is not run.fitted):
+            weights_only = True
+            notice("this Trainer has not run fit with the module, so save_checkpoint saves its weights only.")
+        if run.save_policy is None:
+            run.save_policy = SavePolicy(run)
+        run.save_policy.save_to(path, weights_only=weights_only, blocking=blocking)
 
     def release_save_buffers(self) -> None:
         """Free the host memory that asynchronous saves keep for their copies, until the next one allocates it again.
@@ -962,23 +971,6 @@ class Trainer:
         if self._run.save_policy is None:
             raise NotAvailableError("this Trainer saves checkpoints only in a fit. Call trainer.fit(module) first.")
         return self._run.save_policy
-
-    def _save_policy_for(self, weights_only: bool) -> SavePolicy:
-        """What saves a checkpoint of this moment.
-
-        Raises:
-            ModuleError: There is nothing to be saved.
-        """
-        run = self._run
-        fitted = run.train_loader is not None and run.given_module is run.fitted
-        if run.given_module is None or not (weights_only or fitted):
-            raise ModuleError(
-                "save_checkpoint saves a run, but this Trainer has not run fit with this module. Call trainer.fit(module, ...) "
-                "first, or save only the weights of a module that it has evaluated: save_checkpoint(path, weights_only=True)"
-            )
-        if run.save_policy is None:
-            run.save_policy = SavePolicy(run)
-        return run.save_policy
 
     def _run_trial(self, stage: str, module: TrainModule, callback: Callback, **options: Any) -> Trainer:
         """A short run on a copy of the module, for `trainkit.tuner`; see `run_trial`."""
