@@ -15,6 +15,7 @@ from trainkit.compat.accelerate_names.modeling import (
     is_compiled_module,
     is_peft_model,
     load_checkpoint_in_model,
+    set_module_tensor_to_device,
 )
 from trainkit.compat.accelerate_names.operations import (
     broadcast,
@@ -87,6 +88,7 @@ __all__ = [
     "reduce",
     "release_memory",
     "send_to_device",
+    "set_module_tensor_to_device",
     "set_seed",
     "tqdm",
     "wait_for_everyone",

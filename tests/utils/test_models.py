@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from trainkit import Accelerator
-from trainkit.errors import UnsupportedArgumentError
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
 from trainkit.utils import (
     extract_model_from_parallel,
     init_empty_weights,
     is_compiled_module,
     is_peft_model,
     load_checkpoint_in_model,
+    set_module_tensor_to_device,
 )
 
 
@@ -89,3 +91,48 @@ def test_a_model_without_memory(include_buffers: bool, tmp_path: Path) -> None:
             assert torch.equal(one, other), name
         assert torch.equal(model.table, saved.table)
     assert nn.Linear(2, 1).weight.device.type == "cpu"
+
+
+def test_one_tensor_of_a_model_gets_a_value() -> None:
+    """As `diffusers` loads a model: tensor by tensor, into one on the meta device."""
+    saved = _WithBuffer()
+    with init_empty_weights():
+        model = _WithBuffer()
+    for name, value in saved.state_dict().items():
+        set_module_tensor_to_device(model, name, "cpu", value=value.double())
+    for (name, one), other in zip(model.named_parameters(), saved.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert (one.dtype, one.requires_grad) == (torch.float32, other.requires_grad)
+    set_module_tensor_to_device(model, "table", "cpu", value=torch.tensor([5, 6, 7]), dtype="float64")
+    assert model.table.tolist() == [5.0, 6.0, 7.0]
+    assert dict(model.named_buffers())["table"].dtype is torch.float64
+    weight = model.inner.weight
+    set_module_tensor_to_device(model, "inner.weight", torch.device("cpu"))
+    assert model.inner.weight is weight, "an optimizer may have it"
+    set_module_tensor_to_device(model, "inner.bias", "meta")
+    assert model.inner.bias.is_meta
+    assert isinstance(model.inner.bias, nn.Parameter)
+    with pytest.raises(ConfigurationError, match=r"'inner\.bias' is on the meta device and has no value"):
+        set_module_tensor_to_device(model, "inner.bias", "cpu")
+    with pytest.raises(ConfigurationError, match=r"'inner\.weight' has shape \(3, 2\), but the value has shape \(2,\)"):
+        set_module_tensor_to_device(model, "inner.weight", "cpu", value=torch.ones(2))
+    with pytest.raises(ConfigurationError, match=r"no parameter or buffer 'inner\.wait'.*inner\.weight"):
+        set_module_tensor_to_device(model, "inner.wait", "cpu", value=torch.ones(2))
+    for refused in ({"fp16_statistics": weight}, {"tied_params_map": {}}):
+        with pytest.raises(UnsupportedArgumentError, match="is not supported"):
+            set_module_tensor_to_device(model, "inner.weight", "cpu", **refused)
+
+
+def test_whether_a_tensor_is_moved_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU; here it is shown that torch is told."""
+    to, told = torch.Tensor.to, []
+
+    def noting(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        told.append(kwargs.get("non_blocking"))
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", noting)
+    model = nn.Linear(2, 1)
+    set_module_tensor_to_device(model, "weight", "cpu", value=torch.ones(1, 2), non_blocking=True)
+    set_module_tensor_to_device(model, "weight", "cpu", value=torch.ones(1, 2))
+    assert told == [True, False]

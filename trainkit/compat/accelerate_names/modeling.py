@@ -46,6 +46,7 @@ __all__ = [
     "is_compiled_module",
     "is_peft_model",
     "load_checkpoint_in_model",
+    "set_module_tensor_to_device",
 ]
 
 _WEIGHTS = "model.safetensors"
@@ -513,3 +514,71 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: Mapping[int, Any] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Move a parameter or buffer of a module to a device, with another value if one is given. `diffusers` loads models with it.
+
+    Args:
+        module: The module.
+        tensor_name: The name of the tensor, as in `named_parameters()`: `encoder.weight`.
+        device: The device; a number is that of a GPU.
+        value: Its new value, of the same shape; needed for a tensor on the meta device.
+        dtype: The dtype of a floating-point tensor. Default: that of the present tensor.
+        fp16_statistics: Only `None`: int8 weights of bitsandbytes are not supported.
+        tied_params_map: Only `None`: tied parameters are not shared between devices.
+        non_blocking: Copy from pinned memory without waiting.
+        clear_cache: No effect: the memory of the old tensor is used again.
+
+    Raises:
+        ConfigurationError: There is no such tensor, or the value does not have its shape or is missing.
+        UnsupportedArgumentError: `fp16_statistics` or `tied_params_map` is given.
+    """
+    for argument, given in (("fp16_statistics", fp16_statistics), ("tied_params_map", tied_params_map)):
+        if given is not None:
+            raise UnsupportedArgumentError(f"set_module_tensor_to_device({argument}=) is not supported. Remove it.")
+    owner, name, present = _find_tensor(module, tensor_name)
+    if value is not None and value.shape != present.shape:
+        raise ConfigurationError(
+            f"set_module_tensor_to_device: {tensor_name!r} has shape {tuple(present.shape)}, but the value has shape "
+            f"{tuple(value.shape)}. Expected a value of the same shape."
+        )
+    target = torch.device("meta") if str(device) == "meta" else _device(tensor_name, device)
+    if value is None and present.device.type == "meta" and target.type != "meta":
+        raise ConfigurationError(
+            f"set_module_tensor_to_device: {tensor_name!r} is on the meta device and has no value. Pass one: value=tensor"
+        )
+    kept = present.dtype if dtype is None or not present.is_floating_point() else _dtype(dtype)
+    moved = (present if value is None else value).detach().to(target, kept, non_blocking=non_blocking)
+    if name in owner._buffers:
+        owner._buffers[name] = moved
+    elif value is not None or (moved.device, moved.dtype) != (present.device, present.dtype):
+        kind = type(cast(nn.Parameter, present))
+        owner._parameters[name] = kind(moved, requires_grad=present.requires_grad)
+
+
+def _find_tensor(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str, Tensor]:
+    """The module that has a parameter or buffer, its name there, and the tensor."""
+    path, _, name = tensor_name.rpartition(".")
+    try:
+        owner: nn.Module | None = module.get_submodule(path)
+    except AttributeError:
+        owner = None
+    tensor = None if owner is None else owner._parameters.get(name, owner._buffers.get(name))
+    if owner is None or tensor is None:
+        known = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        raise ConfigurationError(
+            f"set_module_tensor_to_device: {type(module).__name__} has no parameter or buffer {tensor_name!r}. Expected one of "
+            f"its names: {_some(known)}"
+        )
+    return owner, name, tensor
