@@ -28,7 +28,6 @@ def test_what_accelerate_has_and_we_have_not_is_named_with_what_to_use() -> None
     assert isinstance(Accelerator(cpu=True, mixed_precision="fp16").scaler, torch.amp.GradScaler)
     with pytest.raises(AttributeError, match=r"no 'gather_for_metric'\. Did you mean 'gather_for_metrics'\?"):
         _ = accelerator.gather_for_metric
-    assert not hasattr(accelerator, "register_save_state_pre_hook")
     assert accelerator.deepspeed_plugin is None
     assert accelerator.fsdp_plugin is None
     assert not accelerator.is_fsdp2

@@ -8,6 +8,7 @@ import math
 import weakref
 from collections.abc import Callable
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,8 @@ from torch import Tensor, nn
 from trainkit import __version__
 from trainkit.checkpoint import checkpoint_plan as module
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan, HostBuffers, sizes_to_copy
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST, digest_line
+from trainkit.checkpoint.hook_files import HookFiles
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, FileEntry, digest_line
 from trainkit.checkpoint.tensor_file import TensorFile, chunks, plan_files, tensors_in
 from trainkit.errors import CheckpointError, UnsavableError
 from trainkit.tagged_json.codec import loads
@@ -421,3 +423,29 @@ def test_tensors_on_cuda_are_copied_to_page_locked_memory() -> None:
     assert torch.frombuffer(copied["model.safetensors"], dtype=torch.uint8).is_pinned()
     buffers.free()
     assert not buffers._locked
+
+
+def test_a_file_of_a_hook_replaces_an_attachment(tmp_path: Path) -> None:
+    """A hook that writes `config.json` itself; the weights of a model that it has saved are checked, and not stored."""
+    folder, partial = tmp_path / "staged", tmp_path / "partial"
+    folder.mkdir(), partial.mkdir()
+    (folder / "config.json").write_bytes(b"a hook's")
+    made = made_of(parameters={"model": {"weight": True}}, aliases={})
+    made.hook_files, made.by_hook = HookFiles(folder), ["model"]
+    made.about["contents"]["by_hook"] = ["model"]
+    made.tensors["model"]["weight"][0, 0] = math.inf
+    planned = CheckpointPlan(made)
+    assert sorted(planned.names - {MANIFEST, DIGEST}) == [
+        "config.json",
+        "optimizer.safetensors",
+        "state.json",
+        "state.safetensors",
+    ]
+    files = {name: b"".join(bytes(piece) for piece in pieces) for name, pieces in planned.files()}
+    digests = {name: digest(data) for name, data in files.items()} | made.hook_files.move(partial, "xxh3-128")
+    assert (partial / "config.json").read_bytes() == b"a hook's"
+    manifest = planned.manifest(digests)
+    assert manifest.hook_files == {"config.json": FileEntry(8, digest(b"a hook's"))}
+    assert (manifest.format_version, manifest.by_hook) == (3, ["model"])
+    assert len(manifest.to_bytes()) == planned.sizes[MANIFEST]
+    assert planned.nonfinite == ["weight"]

@@ -298,10 +298,42 @@ def test_other_data_is_refused(data: bytes) -> None:
 
 def test_a_newer_format_is_not_called_corrupt() -> None:
     with pytest.raises(
-        CheckpointError, match=r"run/manifest\.json: .*newer trainkit \(format 3; this one reads 2\).*upgrade"
+        CheckpointError, match=r"run/manifest\.json: .*newer trainkit \(format 4; this one reads 3\).*upgrade"
     ) as raised:
-        read({"format_version": 3, "files": "now something else"})
+        read({"format_version": 4, "files": "now something else"})
     assert not isinstance(raised.value, CorruptCheckpointError)
+
+
+def test_files_of_hooks() -> None:
+    """A name may have a folder; a checkpoint without them has no field for them."""
+    assert "hook_files" not in json.loads(EXAMPLE.to_bytes())
+    with_files = replace(EXAMPLE, hook_files={"unet/config.json": FileEntry(1, "0" * 32)}, format_version=3, metrics={})
+    assert Manifest.from_bytes(with_files.to_bytes(), "manifest") == with_files
+    assert set(with_files.all_files) == {*EXAMPLE.files, "unet/config.json"}
+    assert with_files.total_size == EXAMPLE.total_size + 1
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["../x"],
+        ["/x"],
+        ["a/b/c"],
+        ["a//b"],
+        ["a/../b"],
+        ["a/.b"],
+        ["a\\b"],
+        ["x/manifest.json"],
+        ["unet/x", "Unet/X"],
+        ["unet", "unet/x"],
+        ["STATE.json"],
+        ["state.json/x"],
+    ],
+)
+def test_names_that_files_of_hooks_must_not_have(names: list[str]) -> None:
+    entry = {"size": 1, "xxh3-128": "0" * 32}
+    with pytest.raises(CorruptCheckpointError, match="hook_files"):
+        read(as_json(format_version=3, hook_files=dict.fromkeys(names, entry)))
 
 
 def test_fields_of_a_later_version_are_ignored() -> None:
@@ -342,7 +374,7 @@ def test_a_damaged_manifest_never_does_worse_than_an_error(data: st.DataObject) 
         ("files", {"../x": FileEntry(1, "0" * 32)}),
         ("files", {"x": FileEntry(1, "short")}),
         ("saved_at", "yesterday"),
-        ("format_version", 3),
+        ("format_version", 4),
         ("checksum", "crc32"),
         ("checksum", "sha256"),
     ],

@@ -14,7 +14,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from helpers.resume.saving import Adam, saved
 from helpers.runs.tiny import TinyModule
 
-from trainkit import paths
+from trainkit import Accelerator, paths
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.checkpoint import urls as module
 from trainkit.checkpoint.folder import checkpoints_here, free_name, remove, write_pointer
@@ -446,3 +446,38 @@ def test_a_forked_process_uploads_nothing_of_its_parent() -> None:
     if child == 0:
         os._exit(len(own._waiting))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_files_of_hooks_are_copied_with_their_folders(bucket: MemoryFileSystem) -> None:
+    """Up and down, verified; they are no files of the run, and those of a checkpoint that was replaced go."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: write_files(folder, names))
+    names = ["note.txt", "unet/old.bin"]
+    accelerator.save_state(f"{FOLDER}/good")
+    assert "good/unet/old.bin" in keys(bucket)
+    names = ["note.txt", "unet/config.json"]
+    path = accelerator.save_state(f"{FOLDER}/good")
+    files = sorted(f"good/{file.relative_to(path).as_posix()}" for file in path.rglob("*") if file.is_file())
+    assert keys(bucket) == files
+    assert "good/unet/config.json" in files
+    assert "good/unet/old.bin" not in files
+    shutil.rmtree(path)
+    remote = remote_at(staged())
+    assert remote is not None
+    remote.pull_files()
+    remote.pull_folders()
+    assert not (path / "unet").exists()
+    checkpoint = open_checkpoint(f"{FOLDER}/good")
+    checkpoint.verify()
+    assert checkpoint.attachment("unet/config.json") == b"unet/config.json"
+    shutil.rmtree(path)
+    bucket.pipe_file("/bucket/run/good/unet/config.json", b"other")
+    with pytest.raises(CorruptCheckpointError, match=r"good/unet/config\.json is damaged: its XXH3-128 differs"):
+        open_checkpoint(f"{FOLDER}/good")
+
+
+def write_files(folder: str, names: list[str]) -> None:
+    for name in names:
+        Path(folder, name).parent.mkdir(exist_ok=True)
+        Path(folder, name).write_text(name)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainkit.accelerator.checkpointing import PARTS, Checkpointing, NumberedCheckpoints, Saving, refuse_pickle
 from trainkit.accelerator.gradients import AccumulationState, CallWindow, Gradients, StepChecks, parameters_of, plain_verbs
@@ -23,6 +24,7 @@ from trainkit.accelerator.options import Options, check_steps, resolve
 from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import Gathering, only_where, remember, run_first, share_of
+from trainkit.accelerator.state_hooks import LoadHook, SaveHook
 from trainkit.accelerator.state_views import AcceleratorState
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.plain_files import shard_size
@@ -1267,6 +1269,59 @@ class Accelerator:
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and restore the state of these objects too; they need `state_dict` and `load_state_dict`."""
         self._checkpointing.register(*objects)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """Call a function in `save_state` before the checkpoint is written, to save models in your own way too.
+
+        `hook(models, weights, output_dir)` gets the models without wrappers, their state dicts, and a temporary folder that
+        becomes a part of the checkpoint: files in it (`config.json`) and in its folders (`unet/config.json`) are moved into the
+        checkpoint, with size and digest in its manifest. They are checked with it, and never read by trainkit. A model whose
+        state dict the hook removes from the list (`weights.pop()`) is not stored by trainkit; `load_state` then needs a hook
+        that loads it. Under FSDP and DeepSpeed the list is empty, as in Accelerate, and trainkit stores all models.
+
+        The hook runs on all processes that call `save_state`. What it writes should come from the main process; which weights
+        are removed there is what counts. It must not change the state dicts.
+
+        Args:
+            hook: The function. An error in it is raised by `save_state`, on all processes, and no checkpoint is written.
+
+        Returns:
+            A handle; `handle.remove()` removes the hook.
+
+        Raises:
+            HookError: It cannot be called with three arguments.
+
+        Example:
+            ```python
+            def save_model_hook(models, weights, output_dir):
+                if accelerator.is_main_process:
+                    for model in models:
+                        model.save_pretrained(os.path.join(output_dir, "unet"))
+                        weights.pop()
+
+            accelerator.register_save_state_pre_hook(save_model_hook)
+            ```
+        """
+        return self._checkpointing.hooks.register_save(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """Call a function in `load_state` before the models are loaded, to load what a hook of `save_state` has saved.
+
+        `hook(models, input_dir)` gets the models without wrappers and the folder of the checkpoint, whose files have been
+        checked. A model that it removes from the list (`models.pop()`) is not loaded by trainkit. Under FSDP and DeepSpeed the
+        list is empty, as in Accelerate, and trainkit loads all models. The hook runs on all processes, and must remove the same
+        models on all of them. It does not run if `restore` is without `"model"`.
+
+        Args:
+            hook: The function. An error in it is raised by `load_state`, on all processes.
+
+        Returns:
+            A handle; `handle.remove()` removes the hook.
+
+        Raises:
+            HookError: It cannot be called with two arguments.
+        """
+        return self._checkpointing.hooks.register_load(hook)
 
     def save_state(
         self,

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainkit.accelerator.gradients import AccumulationState
 from trainkit.accelerator.prepared_models import PreparedObjects, user_model
+from trainkit.accelerator.state_hooks import SavedByHooks, StateHooks
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM, check_checksum
 from trainkit.checkpoint.commit import CommitResult
@@ -49,12 +50,14 @@ from trainkit.state.model import capture_model
 from trainkit.state.plan_checkpoint import checksums, compare_ranks, plan_checkpoint
 from trainkit.state.pretrained import adapter_folders, has_adapters
 from trainkit.state.training_objects import (
+    CapturedState,
     SaveMode,
     TrainingObjects,
     capture,
     config_files,
     describe_move,
     manifest_fields,
+    model_stem,
     restore,
     with_trained_weights,
 )
@@ -84,6 +87,7 @@ class Checkpointing:
 
     Attributes:
         registered: Other objects to save, which have `state_dict` and `load_state_dict`.
+        hooks: Functions that save and load models in the user's own way.
         run_id: The id of the run; a full `load` takes over that of the checkpoint.
     """
 
@@ -101,6 +105,7 @@ class Checkpointing:
         self._nonfinite: deque[CommitResult] = deque()  # the writer's thread appends
         self._warned = False
         self.registered: list[Any] = []
+        self.hooks = StateHooks()
         self.run_id = secrets.token_hex(8)
 
     def register(self, *objects: Any) -> None:
@@ -155,6 +160,8 @@ class Checkpointing:
         if world is _ALONE:
             self._note_values(loop)
         if world is _ALONE and not self._world.is_main:
+            if self.hooks.saves:
+                self.hooks.save_aside(self._prepared.models, self._weights_for_hooks())
             return folder if folder is not None and not numbered else self._numbered.count()
         target = None if numbered else folder
         with failing_alone(self._checks, world is _ALONE):
@@ -203,8 +210,9 @@ class Checkpointing:
             failed = self._checks.alone.note
             self._checks.alone.writers.add(self)
         if folder is not None:
-            draft = self._draft(loop, world, folder, checksum)
-            saver.save(draft, folder, blocking=blocking, replace=True, committed=self._note, failed=failed)
+            with self._hooks_run(world, folder) as by_hooks:
+                draft = self._draft(loop, world, folder, checksum, by_hooks)
+                saver.save(draft, folder, blocking=blocking, replace=True, committed=self._note, failed=failed)
             nonfinite = [written.path for written in self._nonfinite if written.kept is not None]  # empty unless blocking
             self._report()
             return nonfinite[0] if nonfinite else folder
@@ -216,10 +224,33 @@ class Checkpointing:
             self._note(written)
             rotate(path.parent, project.total_limit, written.manifest)
 
-        saver.save(self._draft(loop, world, path, checksum), path, blocking=blocking, committed=on_commit, failed=failed)
+        with self._hooks_run(world, path) as by_hooks:
+            draft = self._draft(loop, world, path, checksum, by_hooks)
+            saver.save(draft, path, blocking=blocking, committed=on_commit, failed=failed)
         project.iteration = _number_of(path) + 1
         self._report()
         return path
+
+    @contextmanager
+    def _hooks_run(self, world: World, path: Path) -> Iterator[SavedByHooks]:
+        """A context before which the hooks of `save_state` have run; an error in it removes their files."""
+        saved = SavedByHooks()
+        if self.hooks.saves:
+            target, group = Path(os.path.abspath(path)), VerbGroup(world, "save_state")
+            saved = self.hooks.save(group, self._prepared.models, self._weights_for_hooks(), target, self.run_id)
+        try:
+            yield saved
+        except BaseException:
+            if saved.files is not None:
+                saved.files.remove()
+            raise
+
+    def _weights_for_hooks(self) -> list[dict[str, Any]]:
+        """The state dicts of the models, which hooks of `save_state` may remove; none if sharded, as in Accelerate."""
+        if _shards(self._strategy):
+            return []
+        saving = Saving(self._strategy)
+        return [saving.state_dict(model) for model in self._prepared.models]
 
     def _note(self, written: CommitResult) -> None:
         """Remember a checkpoint whose parameters are not finite; called in any thread."""
@@ -334,14 +365,15 @@ class Checkpointing:
                 "accelerator.prepare(model, optimizer)"
             )
 
-    def _draft(self, loop: Accelerator, world: World, path: Path, checksum: str) -> CheckpointPlan:
+    def _draft(self, loop: Accelerator, world: World, path: Path, checksum: str, by_hooks: SavedByHooks) -> CheckpointPlan:
         """The current state as a checkpoint that the processes of `world` write together, and have not written."""
         objects = self._training_objects()
         save: SaveMode = "trainable" if any(has_adapters(model) for model in objects.models) else "all"
         # The main process computes the fingerprint of frozen parameters; where they are sharded all processes gather them.
         fingerprints = world.is_main or self._strategy.shards_parameters
-        known = {} if fingerprints else dict.fromkeys(range(len(objects.models)), "the main process's")
+        known = dict.fromkeys(by_hooks.models if fingerprints else range(len(objects.models)), "the main process's")
         taken = capture(objects, save=save, fingerprints=known)
+        _leave_to_hooks(taken, by_hooks.models)
         positions = [loader.gather_position(loader.state_dict()) for loader in self._prepared.loaders]
         state = {
             **taken.state,
@@ -364,8 +396,18 @@ class Checkpointing:
             position=positions[0] if positions else {},
             save=save,
         )
+        stems = [model_stem(number) for number in by_hooks.models]
+        if stems:
+            described["contents"]["by_hook"] = stems
         content = CheckpointContent(
-            taken.tensors, state, described, taken.attachments, parameters=taken.parameters, checksum=checksum
+            taken.tensors,
+            state,
+            described,
+            taken.attachments,
+            parameters=taken.parameters,
+            checksum=checksum,
+            hook_files=by_hooks.files,
+            by_hook=stems,
         )
         return plan_checkpoint(world, content)
 
@@ -380,14 +422,12 @@ class Checkpointing:
         starts = [loader.start_of(position) if resumes else None for loader, position in loaders]
         tensors = with_trained_weights(loaded.tensors, loaded.tensors.get("model", {}), state.get("user", {}))
         objects = self._training_objects()
-        restore(objects, tensors, state, manifest.aliases, components=parts, what=str(path), strict=strict, keep=True)
+        done = self._load_by_hooks(path) if "model" in parts else []
+        what = str(path)
+        restore(objects, tensors, state, manifest.aliases, components=parts, what=what, strict=strict, keep=True, loaded=done)
         if "loaders" in parts:
-            if positions and loop.seed != manifest.seed:
-                warn(
-                    f"the seed is {loop.seed}, but the checkpoint was saved with seed {manifest.seed}: from now on, order and "
-                    "random numbers differ from those of the saved loop. To keep them, call "
-                    f"trainkit.set_seed({manifest.seed}) before prepare."
-                )
+            if positions:
+                _compare_seeds(loop.seed, manifest.seed)
             # checkpoints of earlier versions have one count for all models
             windows = state.get("windows", [(0, state.get("window", 0))])
             self._place_loaders(loop, loaders, starts, windows)
@@ -403,6 +443,13 @@ class Checkpointing:
         if text := describe_move(self._strategy, manifest):
             notice(text)
         _report_loader_start(self._prepared.loaders)
+
+    def _load_by_hooks(self, path: Path) -> list[int]:
+        """Run the hooks of `load_state`, if there are any. Returns the indices of the models that they have loaded."""
+        if not self.hooks.loads:
+            return []
+        models = [] if _shards(self._strategy) else self._prepared.models
+        return self.hooks.load(VerbGroup(self._world, "load_state"), models, Path(os.path.abspath(path)))
 
     def _place_loaders(
         self,
@@ -442,6 +489,23 @@ class Checkpointing:
             accumulation.forget_window()
             for optimizer in self._prepared.optimizers:
                 optimizer.zero_grad()
+
+
+def _leave_to_hooks(taken: CapturedState, models: Collection[int]) -> None:
+    """Remove what belongs to the weights of models that hooks have saved."""
+    for number in models:
+        described = taken.state["models"][number]
+        described |= {"extra": {}, "fingerprint": None, "configs": {}}
+        taken.aliases.pop(model_stem(number))
+        taken.attachments = {}
+
+
+def _compare_seeds(seed: int, saved: int) -> None:
+    if seed != saved:
+        warn(
+            f"the seed is {seed}, but the checkpoint was saved with seed {saved}: from now on, order and random numbers differ "
+            f"from those of the saved loop. To keep them, call trainkit.set_seed({saved}) before prepare."
+        )
 
 
 def _report_restored(path: Path, step: int, parts: Collection[str]) -> None:
@@ -743,8 +807,12 @@ class VerbGroup:
 
 def writes_alone(strategy: Strategy) -> bool:
     """Whether the main process of several writes models and optimizers without the others. The same on all."""
-    shards = strategy.shards_parameters or strategy.shards_optimizer_state
-    return strategy.world.size > 1 and strategy.main_saves_alone and not shards
+    return strategy.world.size > 1 and strategy.main_saves_alone and not _shards(strategy)
+
+
+def _shards(strategy: Strategy) -> bool:
+    """Whether parameters or optimizer state are sharded. The same on all processes."""
+    return strategy.shards_parameters or strategy.shards_optimizer_state
 
 
 @contextmanager

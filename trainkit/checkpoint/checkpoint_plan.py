@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
@@ -15,7 +15,17 @@ from torch import Tensor
 
 from trainkit._version import __version__
 from trainkit.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM
-from trainkit.checkpoint.manifest import DIGEST, FORMAT_VERSION, MANIFEST, FileEntry, Manifest, digest_line, is_file_name
+from trainkit.checkpoint.hook_files import HookFiles
+from trainkit.checkpoint.manifest import (
+    DIGEST,
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    digest_line,
+    format_version,
+    is_file_name,
+    name_clash,
+)
 from trainkit.checkpoint.ranks import GatherOrder, assign_to_ranks
 from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, check_unchanged, chunks, plan_files
@@ -50,6 +60,8 @@ class CheckpointContent:
         max_shard_size: Maximum bytes of a file of tensors.
         parameters: Stem of the file → name of a parameter → whether it is trained; the manifest says whether they are finite.
         checksum: The algorithm for the digests of the files, of `CHECKSUMS`; on several ranks that of the main process.
+        hook_files: Files that hooks have written, on the main process. They replace attachments of the same name.
+        by_hook: Stems of models whose weights are not stored, since a hook has saved them itself; the same on all ranks.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -59,6 +71,8 @@ class CheckpointContent:
     max_shard_size: int = 5 * 10**9
     parameters: Mapping[str, Mapping[str, bool]] = field(default_factory=dict)
     checksum: str = DEFAULT_CHECKSUM
+    hook_files: HookFiles | None = None
+    by_hook: Collection[str] = ()
 
 
 class CheckpointPlan:
@@ -82,6 +96,7 @@ class CheckpointPlan:
             of tensors.
         size: The sum of `sizes`. The manifest has one byte more if a parameter is not finite.
         layout: A digest of the layout of all files of tensors, to compare the ranks; "" if there is a single rank.
+        hook_files: Those of the content.
 
     Raises:
         UnsavableError: Something in the content cannot be stored.
@@ -100,10 +115,14 @@ class CheckpointPlan:
         self.checksum = content.checksum
         self.sizes: dict[str, int] = {}
         self.layout = ""
+        self.hook_files = content.hook_files
         if rank == 0:
             self._add_state(content.state)
         loads, layout = [0] * ranks, hashlib.sha256()
         for stem, tensors in content.tensors.items():
+            if stem in content.by_hook:
+                self._check_finite(stem, tensors)
+                continue
             files = self._add_tensors(stem, tensors, content.max_shard_size, _divide(tensors, loads))
             if ranks == 1:
                 continue
@@ -112,19 +131,24 @@ class CheckpointPlan:
                 layout.update(f"{file.name} {file.size} {kinds}\n".encode())
             self.layout = layout.hexdigest()
         if rank == 0:
+            written = {} if self.hook_files is None else self.hook_files.sizes
             for name, data in content.attachments.items():
-                self._add_bytes(name, bytes(data))
-            self._describe(content.about)
+                if name not in written:
+                    self._add_bytes(name, bytes(data))
+            self._check_hook_names(written)
+            self._describe(content.about, written)
         self.size = sum(self.sizes.values())
 
-    def _describe(self, about: Mapping[str, Any]) -> None:
+    def _describe(self, about: Mapping[str, Any], written: Mapping[str, int]) -> None:
+        digest = "0" * CHECKSUMS[self.checksum].digits
         self._manifest = Manifest(
             **about,
             saved_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             trainkit_version=__version__,
-            format_version=FORMAT_VERSION,
+            format_version=format_version(hooks=bool(written or about["contents"].get("by_hook"))),
             checksum=self.checksum,
-            files={name: FileEntry(size, "0" * CHECKSUMS[self.checksum].digits) for name, size in self.sizes.items()},
+            files={name: FileEntry(size, digest) for name, size in self.sizes.items()},
+            hook_files={name: FileEntry(size, digest) for name, size in written.items()},
             finite=True,
         )
         # All digests have the same length, so the final manifest has this size. Decoding makes a copy that shares nothing.
@@ -132,15 +156,43 @@ class CheckpointPlan:
         self._manifest = Manifest.from_bytes(data, MANIFEST)
         self.sizes |= {MANIFEST: len(data), DIGEST: len(digest_line(data))}
 
+    def _check_finite(self, stem: str, tensors: Mapping[str, Tensor]) -> None:
+        """Check the parameters of a model that is not written, on the main process."""
+        if self._rank == 0:
+            for name, tensor in tensors.items():
+                if tensor.numel():
+                    self._checks[stem].add(name, tensor.detach().cpu().contiguous())
+
+    def _check_hook_names(self, written: Collection[str]) -> None:
+        """Refuse a file of a hook that has the name of another file.
+
+        Raises:
+            CheckpointError: Names it.
+        """
+        if (name := name_clash([*self.sizes, *written])) is not None:
+            raise CheckpointError(
+                f"a hook of save_state has written {name!r}, the name of another file of the checkpoint. Fix: write to a "
+                "folder in it, os.path.join(output_dir, 'unet'); or, if it has the weights of a model, remove those from the "
+                "list that the hook gets: weights.pop()"
+            )
+
     def manifest(self, digests: Mapping[str, str], finite: bool = True) -> Manifest:
         """The manifest of the written files, on the main process.
 
         Args:
-            digests: That of each file in `sizes` except manifest and digest.
+            digests: That of each file in `sizes` except manifest and digest, and of each file of hooks.
             finite: Whether no rank has found a parameter that is not finite.
         """
-        files = {name: replace(entry, digest=digests[name]) for name, entry in self._manifest.files.items()}
-        return replace(self._manifest, files=files, finite=finite)
+        files, hook_files = (
+            {name: replace(entry, digest=digests[name]) for name, entry in entries.items()}
+            for entries in (self._manifest.files, self._manifest.hook_files)
+        )
+        return replace(self._manifest, files=files, hook_files=hook_files, finite=finite)
+
+    @property
+    def names(self) -> set[str]:
+        """On the main process, the names of all files, with those of hooks."""
+        return {*self.sizes, *(() if self.hook_files is None else self.hook_files.sizes)}
 
     @property
     def nonfinite(self) -> list[str]:

@@ -28,7 +28,10 @@ from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.codec import MAX_JSON_BYTES
 
-__all__ = ["NONFINITE", "CommitResult", "check_target", "commit", "sync_folder"]
+__all__ = ["NONFINITE", "OF_HOOKS", "CommitResult", "check_target", "commit", "make_hook_folder", "sync_folder"]
+
+OF_HOOKS = "-files"
+"""What the name of a folder into which hooks write ends with."""
 
 NONFINITE = "-nonfinite"
 """What is appended to the name of a checkpoint that is not finite and would have replaced one that is."""
@@ -126,6 +129,29 @@ def check_target(target: Path) -> None:
     _existing_files(_resolve_link(target), replace=True)
 
 
+def make_hook_folder(target: Path, run_id: str) -> Path:
+    """Create an empty folder for the files that hooks add to the next checkpoint of a run, on its main process.
+
+    It is next to `target`, on the same file system, and has a name that readers ignore.
+
+    Raises:
+        CheckpointError: `target` exists and is not a checkpoint.
+        CheckpointWriteError: It cannot be created.
+    """
+    check_target(target)
+    target = _resolve_link(target)
+    folder = make_hidden_path(target, f".tmp-{run_id}{OF_HOOKS}")
+    try:
+        _make_folder(target.parent)
+        _remove(folder)  # left behind when this run was killed
+        folder.mkdir()
+    except OSError as error:
+        raise CheckpointWriteError(
+            f"{target}: the checkpoint could not be written: {error}. Fix: make the folder writable, or save to another folder"
+        ) from error
+    return folder
+
+
 class _Commit:
     """The part of one rank in a commit.
 
@@ -159,7 +185,7 @@ class _Commit:
                 self._begun = True
                 self.partial.mkdir()
                 if self._old is not None:
-                    _keep_other_files(self._target, self.partial, self._old | set(self._plan.sizes))
+                    _keep_other_files(self._target, self.partial, self._old | self._plan.names)
         return str(self.partial), self._plan.layout, self.checksum
 
     def write(self) -> list[Any]:
@@ -170,6 +196,10 @@ class _Commit:
                     f"this process cannot see the folder {self.partial}, which the main process created. {SHARED_FOLDER_ADVICE}"
                 )
             digests = _write(self._plan, self.partial, self.checksum)
+            if self._main and self._plan.hook_files is not None:
+                digests |= self._plan.hook_files.move(self.partial, self.checksum)
+                for folder in self._plan.hook_files.folders(self.partial):
+                    sync_folder(folder)
             if not self._main:
                 sync_folder(self.partial)
             return [digests, self._plan.nonfinite[:_MAX_NAMES_PER_RANK]]
@@ -201,11 +231,17 @@ class _Commit:
         """After an error: remove what was written."""
         if self._begun:
             _remove(self.partial)
+        self._remove_hook_folder()
+
+    def _remove_hook_folder(self) -> None:
+        if self._plan.hook_files is not None:
+            self._plan.hook_files.remove()
 
     def tidy(self) -> None:
         """After success: remove the checkpoint that was replaced, and upload the new one if its folder has a URL."""
         if self._old is not None:
             _remove(self.partial)
+        self._remove_hook_folder()
         if self._main:
             remote_sync.note_change(self._target)
 
@@ -287,7 +323,7 @@ def _files_of_checkpoint(folder: Path, names: Collection[str]) -> set[str] | Non
     by_name = {name for name in names if _OUR_NAMES.fullmatch(name)}
     try:
         data = read_small_file(folder / MANIFEST, MAX_JSON_BYTES)
-        return {MANIFEST, DIGEST, *Manifest.from_bytes(data, str(folder / MANIFEST)).files}
+        return {MANIFEST, DIGEST, *Manifest.from_bytes(data, str(folder / MANIFEST)).all_files}
     except CorruptCheckpointError:
         pass
     except CheckpointError:  # written by a later version
@@ -365,12 +401,21 @@ def _with_file_name(path: Path) -> Iterator[None]:
 def _keep_other_files(old: Path, new: Path, without: Collection[str]) -> None:
     """Add the other files in `old` to `new`, as hard links where possible."""
     known = {name.lower() for name in without}
+    folders = {name.partition("/")[0] for name in known if "/" in name}  # of the hooks' files
+
+    def skip(folder: str, names: list[str]) -> list[str]:
+        inside = os.path.relpath(folder, old)
+        return [name for name in names if f"{inside}/{name}".lower() in known]
+
     for name in os.listdir(old):
         if name.lower() in known:
             continue
         if (old / name).is_dir() and not (old / name).is_symlink():
-            shutil.copytree(old / name, new / name, symlinks=True, copy_function=_link)
-        else:
+            shutil.copytree(old / name, new / name, symlinks=True, copy_function=_link, ignore=skip)
+            if name.lower() in folders:
+                with contextlib.suppress(OSError):  # it had nothing but files of hooks
+                    os.rmdir(new / name)
+        elif name.lower() not in folders:
             _link(old / name, new / name)
 
 

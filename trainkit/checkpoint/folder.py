@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainkit.checkpoint.ckpt_file import checkpoint_of
-from trainkit.checkpoint.commit import sync_folder
+from trainkit.checkpoint.commit import OF_HOOKS, sync_folder
 from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, is_checkpoint, make_hidden_path
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
@@ -399,6 +399,8 @@ def _is_leftover(entry: os.DirEntry[str]) -> bool:
             return True
         if not _PARTIAL.fullmatch(entry.name):
             return False
+        if entry.name.endswith(OF_HOOKS):
+            return True
         # An unfinished save contains folders only if they were kept from the checkpoint that it replaces.
         with os.scandir(entry.path) as inside:
             return has_checkpoint_files(Path(entry.path)) or not any(inner.is_dir(follow_symlinks=False) for inner in inside)

@@ -9,8 +9,8 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,16 +31,20 @@ __all__ = [
     "Manifest",
     "checkpoint_identity",
     "digest_line",
+    "format_version",
     "has_checkpoint_files",
     "is_checkpoint",
     "is_file_name",
+    "is_hook_file_name",
     "list_names",
     "make_hidden_path",
+    "name_clash",
     "why_not_a_checkpoint",
 ]
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+_WITHOUT_HOOKS = 2  # the format of a checkpoint that no hook has written to; earlier versions of trainkit read it
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"
 
@@ -79,6 +83,7 @@ class Manifest:
         strategy: The name of the strategy.
         precision: The name of the precision.
         contents: What is stored, such as `{"model": "all", "optimizer": True, "resumable": True}`; plain JSON.
+            `"by_hook"` lists the stems of models whose weights are not stored, since a hook has saved them itself.
         aliases: Stem of the file → name of a tied tensor → the name that it is stored under.
         irregular: Keys of optimizer tensors that do not have the shape of their parameter.
         finite: Whether all parameters are finite; `None` if it is not known, in a checkpoint of an earlier version.
@@ -89,6 +94,7 @@ class Manifest:
         format_version: The version of the format.
         checksum: The algorithm of the digests of the files, of `CHECKSUMS`; `"sha256"` in format 1.
         files: All other files, by name.
+        hook_files: The files that hooks have written, by name: `config.json` or `unet/config.json`.
     """
 
     run_id: str
@@ -113,6 +119,22 @@ class Manifest:
     format_version: int
     checksum: str
     files: dict[str, FileEntry]
+    hook_files: dict[str, FileEntry] = field(default_factory=dict)
+
+    @property
+    def all_files(self) -> dict[str, FileEntry]:
+        """All files but the manifest and its digest, by name."""
+        return {**self.files, **self.hook_files}
+
+    @property
+    def total_size(self) -> int:
+        """The bytes of all files but the manifest and its digest."""
+        return sum(entry.size for entry in self.all_files.values())
+
+    @property
+    def by_hook(self) -> list[str]:
+        """The stems of models whose weights are not stored, since a hook has saved them itself."""
+        return list(self.contents.get("by_hook", []))
 
     def to_bytes(self) -> bytes:
         """The content of `manifest.json`: strict JSON in ASCII; metrics that are not finite are strings.
@@ -125,16 +147,20 @@ class Manifest:
         except (TypeError, ValueError, OverflowError) as error:
             raise UnsavableError(f"manifest['metrics']: expected a dict of floats, got {self.metrics!r}") from error
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        files = {name: {"size": entry.size, self.checksum: entry.digest} for name, entry in self.files.items()}
-        values |= {"metrics": metrics, "files": files}
+        values |= {"metrics": metrics, "files": self._as_json(self.files), "hook_files": self._as_json(self.hook_files)}
         problem = _problem(values)
         if problem is not None:
             raise UnsavableError(f"manifest{problem}")
+        if not self.hook_files:
+            del values["hook_files"]
         first = {"format_version": values.pop("format_version")}
         data = json.dumps(first | values, indent=1, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
         if len(data) > MAX_JSON_BYTES:
             raise UnsavableError(f"the manifest has {len(data)} bytes, expected at most {MAX_JSON_BYTES}")
         return data
+
+    def _as_json(self, files: Mapping[str, FileEntry]) -> dict[str, dict[str, int | str]]:
+        return {name: {"size": entry.size, self.checksum: entry.digest} for name, entry in files.items()}
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> Manifest:
@@ -158,6 +184,7 @@ class Manifest:
                 "Fix: upgrade with: pip install -U trainkit-torch"
             )
         values.setdefault("finite", None)  # earlier versions did not write it
+        values.setdefault("hook_files", {})
         if version == 1:
             values.setdefault("checksum", _FORMAT_1_CHECKSUM)
         problem = _problem(values)
@@ -165,7 +192,8 @@ class Manifest:
             raise CorruptCheckpointError(f"{what}: {problem}")
         known = {field.name: values[field.name] for field in fields(cls)}
         known["metrics"] = {name: float(value) for name, value in known["metrics"].items()}
-        known["files"] = {name: FileEntry(entry["size"], entry[known["checksum"]]) for name, entry in known["files"].items()}
+        for kind in ("files", "hook_files"):
+            known[kind] = {name: FileEntry(entry["size"], entry[known["checksum"]]) for name, entry in known[kind].items()}
         return cls(**known)
 
 
@@ -186,6 +214,16 @@ def is_file_name(name: object) -> bool:
     )
 
 
+def is_hook_file_name(name: object) -> bool:
+    """Whether a file that a hook writes can have this name: that of a file, or of a file in a folder, as `unet/config.json`."""
+    return isinstance(name, str) and name.count("/") <= 1 and all(map(is_file_name, name.split("/")))
+
+
+def format_version(hooks: bool) -> int:
+    """The version of the format of a new checkpoint: the lowest that reads it; `hooks`: whether hooks have a part in it."""
+    return FORMAT_VERSION if hooks else _WITHOUT_HOOKS
+
+
 def _metric_to_json(value: Any) -> float | str:
     number = float(value)
     return number if math.isfinite(number) else str(number)
@@ -201,15 +239,29 @@ def _problem(values: dict[str, Any]) -> str | None:
     if values["format_version"] == 1 and values["checksum"] != _FORMAT_1_CHECKSUM:
         return f"['checksum']: expected {_FORMAT_1_CHECKSUM!r} in format 1, got {_short(values['checksum'])}"
     algorithm = CHECKSUMS[values["checksum"]]
-    for name, entry in values["files"].items():
+    listed = [(kind, name, entry) for kind in ("files", "hook_files") for name, entry in values[kind].items()]
+    for kind, name, entry in listed:
         if not algorithm.accepts(entry.get(values["checksum"])):
             return (
-                f"['files'][{name!r}][{values['checksum']!r}]: expected a {algorithm.title} of {algorithm.digits} hexadecimal "
+                f"[{kind!r}][{name!r}][{values['checksum']!r}]: expected a {algorithm.title} of {algorithm.digits} hexadecimal "
                 f"digits, got {_short(entry.get(values['checksum'], 'none'))}"
             )
     if len({name.lower() for name in values["files"]}) < len(values["files"]):
         return "['files']: two names differ only in upper and lower case"
+    if (clash := name_clash([name for _, name, _ in listed])) is not None:
+        return f"['hook_files']: {clash!r} is also the name of another file or folder"
     return None
+
+
+def name_clash(names: Collection[str]) -> str | None:
+    """A name that two files have, or a file and a folder, on a system that ignores case; `None` if there is none."""
+    taken: set[str] = set()
+    for name in names:
+        if name.lower() in taken:
+            return name
+        taken.add(name.lower())
+    folders = {name.lower().rpartition("/")[0] for name in names}
+    return next((name for name in names if name.lower() in folders), None)
 
 
 def _short(value: object) -> str:
@@ -246,8 +298,10 @@ def _is_map(value: Any) -> bool:
 
 
 def _are_contents(value: Any) -> bool:
-    kinds = {"model": str, "optimizer": bool, "resumable": bool, "module": str}
-    return _is_map(value) and all(isinstance(value.get(name, kind()), kind) for name, kind in kinds.items())
+    kinds = {"model": str, "optimizer": bool, "resumable": bool, "module": str, "by_hook": list}
+    if not _is_map(value) or not all(isinstance(value.get(name, kind()), kind) for name, kind in kinds.items()):
+        return False
+    return all(map(_is_text, value.get("by_hook", [])))
 
 
 def _are_aliases(value: Any) -> bool:
@@ -262,9 +316,9 @@ def _are_metrics(value: Any) -> bool:
     )
 
 
-def _are_files(value: Any) -> bool:
+def _are_files(value: Any, is_name: Callable[[object], bool] = is_file_name) -> bool:
     return isinstance(value, dict) and all(
-        is_file_name(name) and isinstance(entry, dict) and _is_count(entry.get("size")) for name, entry in value.items()
+        is_name(name) and isinstance(entry, dict) and _is_count(entry.get("size")) for name, entry in value.items()
     )
 
 
@@ -298,7 +352,11 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "world_size": (lambda value: _is_count(value) and value > 0, "an integer ≥ 1"),
     "strategy": _TEXT,
     "precision": _TEXT,
-    "contents": (_are_contents, "a JSON object: strings for 'model' and 'module', booleans for 'optimizer' and 'resumable'"),
+    "contents": (
+        _are_contents,
+        "a JSON object: strings for 'model' and 'module', booleans for 'optimizer' and 'resumable', a list of strings for "
+        "'by_hook'",
+    ),
     "aliases": (_are_aliases, "a JSON object of JSON objects of strings"),
     "irregular": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of strings"),
     "finite": (lambda value: value is None or isinstance(value, bool), "true, false or null"),
@@ -311,6 +369,10 @@ _EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"the name of a checksum, one of {', '.join(map(repr, CHECKSUMS))}",
     ),
     "files": (_are_files, "file names without a path, each with a size and a digest"),
+    "hook_files": (
+        lambda value: _are_files(value, is_hook_file_name),
+        "names of files, or of files in a folder, each with a size and a digest",
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trainkit.checkpoint.checksum import CHECKSUMS
 from trainkit.checkpoint.manifest import (
     DIGEST,
     MANIFEST,
@@ -30,7 +32,7 @@ from trainkit.checkpoint.manifest import (
     why_not_a_checkpoint,
 )
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, assign_to_ranks, run_on_all_ranks
-from trainkit.checkpoint.regular_file import not_regular, read_file, read_small_file
+from trainkit.checkpoint.regular_file import hash_file, not_regular, read_file, read_small_file
 from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import tensors_in
 from trainkit.checkpoint.urls import remote_sync, why_not_at_the_url
@@ -38,7 +40,14 @@ from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptChe
 from trainkit.paths import local_path
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, loads, strict_json
 
-__all__ = ["Checkpoint", "LoadedCheckpoint", "inspect_checkpoint", "open_checkpoint", "read_on_all_ranks"]
+__all__ = [
+    "Checkpoint",
+    "LoadedCheckpoint",
+    "inspect_checkpoint",
+    "open_checkpoint",
+    "read_on_all_ranks",
+    "weights_by_hook",
+]
 
 
 STATE = "state.json"
@@ -177,9 +186,9 @@ class Checkpoint:
             CheckpointNotFoundError: The checkpoint has no such file.
             CorruptCheckpointError: The file is damaged.
         """
-        if name not in self.manifest.files:
+        if name not in self.manifest.all_files:
             raise CheckpointNotFoundError(
-                f"{self.path} has no {name!r}. Its files are {', '.join(sorted(self.manifest.files))}."
+                f"{self.path} has no {name!r}. Its files are {', '.join(sorted(self.manifest.all_files))}."
             )
         with self._detect_replacement():
             return bytes(self._content(name))
@@ -187,6 +196,8 @@ class Checkpoint:
     def _select_stems(self, stems: Collection[str] | None) -> set[str]:
         requested = set(self.stems) if stems is None else set(stems)
         if unknown := sorted(requested.difference(self.stems)):
+            if set(unknown) <= set(self.manifest.by_hook):
+                raise StateMismatchError(weights_by_hook(str(self.path), unknown[0]))
             raise StateMismatchError(
                 f"{self.path}: expected a checkpoint with {', '.join(unknown)}, but this one has {', '.join(self.stems)}. "
                 f"Fix: checkpoint.read({self.stems})"
@@ -194,9 +205,9 @@ class Checkpoint:
         return requested
 
     def _files_of(self, stems: Collection[str] | None) -> list[str]:
-        """The files that `read` reads for these stems."""
+        """The files that `read` reads or verifies for these stems."""
         if stems is None:
-            return list(self.manifest.files)
+            return list(self.manifest.all_files)
         of_stems = {name for stem, names in self._stems().items() if stem in stems for name in [*names, stem + _INDEX]}
         return [name for name in self.manifest.files if name in of_stems or (name == STATE and "state" in stems)]
 
@@ -219,7 +230,7 @@ class Checkpoint:
             if (problem := state_problem(state)) is not None:
                 raise CorruptCheckpointError(f"{self._what(STATE)}: {problem}. Fix: use another checkpoint.")
             for number in range(len(state.get("models", ()))):
-                if (stem := f"model_{number}" if number else "model") not in self._stems():
+                if (stem := f"model_{number}" if number else "model") not in {*self._stems(), *self.manifest.by_hook}:
                     raise CorruptCheckpointError(f"{self._what(STATE)}: models[{number}]: there is no file {stem}{_TENSORS}")
         return LoadedCheckpoint(self.manifest, tensors, state, self)
 
@@ -245,7 +256,7 @@ class Checkpoint:
 
     def _content(self, name: str, verified: bool = False, mapped: bool = False) -> memoryview:
         """The bytes of a file. `verified`: another rank has hashed it."""
-        entry = self.manifest.files[name]
+        entry = self.manifest.all_files[name]
         digest = None if verified else entry.digest
         return read_file(self.path / name, entry.size, digest, self._what(name), mapped, checksum=self.manifest.checksum)
 
@@ -257,6 +268,17 @@ class Checkpoint:
         for name in self.manifest.files:
             if name != STATE and not name.endswith((_TENSORS, _INDEX)):
                 self._content(name, mapped=True)
+        for name in self.manifest.hook_files:
+            self._check_hook_file(name)
+
+    def _check_hook_file(self, name: str) -> None:
+        """Check the size and the digest of a file that a hook has written, which may be of any size."""
+        entry, title = self.manifest.hook_files[name], CHECKSUMS[self.manifest.checksum].title
+        size, digest = hash_file(self.path / name, self.manifest.checksum, self._what(name))
+        if size != entry.size:
+            raise CorruptCheckpointError(f"{self._what(name)}: expected {entry.size:,} bytes, found {size:,}")
+        if digest != entry.digest:
+            raise CorruptCheckpointError(f"{self._what(name)}: its {title} is {digest}, expected {entry.digest}")
 
     @contextmanager
     def _detect_replacement(self) -> Iterator[None]:
@@ -301,6 +323,16 @@ class LoadedCheckpoint:
         return self.checkpoint.attachment(name)
 
 
+def weights_by_hook(what: str, stem: str) -> str:
+    """The message that a checkpoint does not have the weights of a model, since a hook has saved them itself."""
+    return (
+        f"{what} has no weights of {stem!r}: a hook of save_state has saved them in files of its own. Expected a hook that "
+        "loads them. Fix: before load_state, call accelerator.register_load_state_pre_hook(load_model_hook), where "
+        "load_model_hook(models, input_dir) loads the model and removes it from the list: models.pop(). Without an "
+        "Accelerator, read the files with the library that has written them"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------- manifest and files
 
 
@@ -331,9 +363,12 @@ def _read_manifest(path: Path) -> Manifest:
 
 def _measure(path: Path, manifest: Manifest) -> None:
     problems = []
-    for name, entry in manifest.files.items():
+    for name, entry in manifest.all_files.items():
         what = str(path / name)
         try:
+            if "/" in name and not stat.S_ISDIR(os.lstat((path / name).parent).st_mode):
+                problems.append(f"{what}: {(path / name).parent} is not a folder")
+                continue
             info = os.lstat(path / name)
         except FileNotFoundError:
             problems.append(f"{what}: missing")
@@ -411,11 +446,13 @@ def read_on_all_ranks(
         opened.append(checkpoint)
         stems = choose(checkpoint.manifest)
         requested.update(checkpoint._select_stems(stems))
-        sizes = {name: checkpoint.manifest.files[name].size for name in checkpoint._files_of(stems)}
+        sizes = {name: checkpoint.manifest.all_files[name].size for name in checkpoint._files_of(stems)}
         names = assign_to_ranks(sizes, [0] * group.size).get(group.rank, [])
         with checkpoint._detect_replacement():
             fetch = checkpoint._map_content if mapped else checkpoint._content
-            contents.update({name: fetch(name) for name in names})
+            contents.update({name: fetch(name) for name in names if name in checkpoint.manifest.files})
+            for name in checkpoint.manifest.hook_files.keys() & set(names):
+                checkpoint._check_hook_file(name)
         return hashlib.sha256(checkpoint._identity or b"").hexdigest()
 
     def fetch(name: str) -> memoryview:

@@ -16,7 +16,7 @@ import torch
 from trainkit.checkpoint.checksum import CHECKSUMS, DEFAULT_CHECKSUM
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 
-__all__ = ["not_regular", "read_file", "read_small_file", "regular_file"]
+__all__ = ["hash_file", "not_regular", "read_file", "read_small_file", "regular_file"]
 
 _CHUNK_BYTES = 2**20  # bytes read and hashed at a time: small enough to be hashed from the cache
 # Python has the name from 3.13 on. Without the flag a file larger than the memory cannot be mapped writable.
@@ -54,6 +54,16 @@ def read_small_file(path: Path, limit: int) -> bytes:
         if size > limit:
             raise CorruptCheckpointError(f"{path}: expected at most {limit:,} bytes, found {size:,}")
         return file.read(size)
+
+
+def hash_file(path: Path, checksum: str, what: str = "") -> tuple[int, str]:
+    """The size and the digest of a regular file, which needs little memory. Raises like `regular_file`."""
+    hasher, scratch, size = CHECKSUMS[checksum].start(), memoryview(bytearray(_CHUNK_BYTES)), 0
+    with regular_file(path, what) as file:
+        while read := file.readinto(scratch):
+            hasher.update(scratch[:read])
+            size += read
+    return size, hasher.hexdigest()
 
 
 def read_file(

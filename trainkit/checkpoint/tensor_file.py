@@ -294,6 +294,15 @@ def _sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """Sync a file that another program has written to the disk."""
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs what is open for writing
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def tensors_in(buffer: bytes | bytearray | memoryview, what: str) -> dict[str, Tensor]:
     """The tensors in the content of a file, as views into `buffer`. The header is not trusted.
 

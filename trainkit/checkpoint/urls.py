@@ -17,7 +17,7 @@ import secrets
 import shutil
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep
@@ -37,7 +37,7 @@ from trainkit.checkpoint.manifest import (
     list_names,
     make_hidden_path,
 )
-from trainkit.checkpoint.regular_file import read_small_file
+from trainkit.checkpoint.regular_file import hash_file, read_small_file
 from trainkit.console import notice, quantity, warn
 from trainkit.errors import CheckpointError, CorruptCheckpointError
 from trainkit.paths import remote_url, url_of
@@ -184,11 +184,13 @@ class RemoteFolder:
 
     def _upload_files(self) -> None:
         """Upload all files but the digest, compare their sizes, and remove other files from the URL."""
-        names = sorted(entry.name for entry in os.scandir(self.local) if entry.is_file() and entry.name != DIGEST)
+        names = [entry.name for entry in os.scandir(self.local) if entry.is_file() and entry.name != DIGEST]
+        names = sorted({*names, *_names_in_folders(self.local)})
         for name in names:
             self._fs.put_file(str(self.local / name), f"{self._root}/{name}")
         self._fs.invalidate_cache()
-        uploaded = {info["name"].rsplit("/", 1)[1]: info.get("size") for info in self._fs.ls(self._root, detail=True)}
+        there = self._fs.find(self._root, detail=True)
+        uploaded = {path.removeprefix(f"{self._root}/"): info.get("size") for path, info in there.items()}
         for name in names:
             size = (self.local / name).stat().st_size
             if uploaded.get(name) != size:
@@ -223,9 +225,9 @@ class RemoteFolder:
         partial.mkdir(parents=True)
         try:
             title = CHECKSUMS[there.manifest.checksum].title
-            for name, entry in there.manifest.files.items():
+            for name, entry in there.manifest.all_files.items():
                 self._get(name, partial / name)
-                if _digest(partial / name, there.manifest.checksum) != entry.digest:
+                if hash_file(partial / name, there.manifest.checksum)[1] != entry.digest:
                     raise CorruptCheckpointError(
                         f"{self.url}/{name} is damaged: its {title} differs from the one in {MANIFEST}. An older checkpoint of "
                         "the run may be good: ckpt_path='auto' uses the newest good one"
@@ -312,15 +314,23 @@ class RemoteFolder:
         except Exception as error:
             raise self._unreadable(error) from error
         checkpoints = {path.rpartition("/")[0] for path in paths if path.rpartition("/")[2] in (DIGEST, MANIFEST)}
-        return [path for path in paths if path.rpartition("/")[0] not in checkpoints], checkpoints
+        return [path for path in paths if checkpoints.isdisjoint(_parents(path))], checkpoints
 
 
-def _digest(path: Path, checksum: str) -> str:
-    hasher = CHECKSUMS[checksum].start()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            hasher.update(memoryview(piece))
-    return hasher.hexdigest()
+def _parents(path: str) -> Iterator[str]:
+    """The folders of a file: its own, the one around it, … to the outermost, which is `""`."""
+    while path:
+        path = path.rpartition("/")[0]
+        yield path
+
+
+def _names_in_folders(checkpoint: Path) -> list[str]:
+    """The files in folders that hooks have added to a checkpoint."""
+    try:
+        manifest = Manifest.from_bytes(read_small_file(checkpoint / MANIFEST, MAX_JSON_BYTES), str(checkpoint))
+    except CheckpointError:  # it was removed meanwhile, or is damaged
+        return []
+    return [name for name in manifest.hook_files if "/" in name]
 
 
 _RETRY_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0)  # seconds before an upload is tried again

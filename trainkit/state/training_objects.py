@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.reader import weights_by_hook
 from trainkit.console import notice, quantity
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
@@ -279,6 +280,7 @@ def restore(
     what: str,
     strict: bool = True,
     keep: bool = False,
+    loaded: Collection[int] = (),
 ) -> None:
     """Restore the result of `capture`.
 
@@ -292,6 +294,7 @@ def restore(
         strict: Missing and unexpected names in a model raise an error; False: a notice lists them, and optimizers start without
             state for new parameters.
         keep: Optimizers may keep `tensors` instead of copying them, since they are not used elsewhere any more.
+        loaded: Indices of models that hooks of the user have loaded.
 
     Raises:
         StateMismatchError: Something does not fit; the message lists all mismatches.
@@ -301,7 +304,7 @@ def restore(
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []
     if "model" in components:
-        loads += _plan_models(objects, tensors, state, aliases, components, what, strict)
+        loads += _plan_models(objects, tensors, state, aliases, components, what, strict, loaded)
     if "optimizer" in components:
         with _with_advice(components, *_WITH_OPTIMIZER):
             of_optimizers, regrouped = _plan_optimizers(objects, tensors, state, what, strict, keep)
@@ -349,10 +352,15 @@ def _plan_models(
     components: Collection[str],
     what: str,
     strict: bool,
+    loaded: Collection[int],
 ) -> Iterator[Callable[[], list[str]]]:
     _same_number("models", objects.models, state["models"], what)
     for number, (model, saved) in enumerate(zip(objects.models, state["models"], strict=True)):
         stem = model_stem(number)
+        if number in loaded:
+            continue
+        if stem not in tensors:
+            raise StateMismatchError(weights_by_hook(what, stem))
         # requires_grad belongs to a run, not to weights; but for adapters it shows which parameters are stored
         trained = saved["trained"] if "optimizer" in components or saved["fingerprint"] is not None else {}
         model_state = ModelState(
@@ -390,6 +398,7 @@ def _plan_optimizers(
     dtypes = {
         (f"{model_stem(n)}/" if n else "") + without_pruning(name, tensors[model_stem(n)]): tensor.dtype
         for n in range(len(objects.models))
+        if model_stem(n) in tensors  # otherwise a hook has saved them
         for name, tensor in tensors[model_stem(n)].items()
     }
     slots = tensors.get("optimizer", {})

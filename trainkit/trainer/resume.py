@@ -15,7 +15,7 @@ from torch import Tensor
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, resolve_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.ranks import run_on_all_ranks
-from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks
+from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks, weights_by_hook
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.checks import real_number
 from trainkit.console import join_names, notice, quantity, warn
@@ -27,6 +27,7 @@ from trainkit.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
     CorruptCheckpointError,
+    StateMismatchError,
     UnknownNameError,
     nearest,
 )
@@ -201,6 +202,8 @@ def _read(strategy: Strategy, path: Path, whole: bool, converted_from: Path | No
                 f"{name} is a weights-only checkpoint, which cannot be resumed. Start a new run with the weights: "
                 "fit(..., ckpt_path=..., restore={'model'})"
             )
+        if manifest.by_hook:
+            raise StateMismatchError(weights_by_hook(str(path), manifest.by_hook[0]))
         return None if whole else model_stems(manifest.files) | {"state"}
 
     mapped = converted_from is None and strategy.reads_checkpoint_parts

@@ -72,7 +72,7 @@ def _row(one: ListedCheckpoint, name: str) -> tuple[str, ...]:
     if manifest is None:
         return (name, *["?"] * 6, "", state)
     metrics = ", ".join(f"{name}={value:.4g}" for name, value in manifest.metrics.items())
-    size = bytes_text(sum(entry.size for entry in manifest.files.values()))
+    size = bytes_text(manifest.total_size)
     saved = manifest.saved_at[:19].replace("T", " ")
     about = (str(manifest.step), str(manifest.epoch), manifest.run_id[:_RUN_SHOWN], saved, size, contents_text(manifest))
     return (name, *about, metrics, state)
@@ -120,4 +120,4 @@ def verify(path: Path) -> tuple[str | None, int]:
         checkpoint.read({"state"}, unregistered=True)
     except CheckpointError as error:
         return str(error), 0
-    return None, sum(entry.size for entry in checkpoint.manifest.files.values())
+    return None, checkpoint.manifest.total_size

@@ -122,10 +122,10 @@ def _files(manifest: Manifest, headers: _Headers) -> list[str]:
     counts = Counter(header.file for tensors in headers.values() for header in tensors.values())
     rows = [
         (name, bytes_text(entry.size), quantity(counts[name], "tensor") if name in counts else "", entry.digest[:16] + "…")
-        for name, entry in sorted(manifest.files.items())
+        for name, entry in sorted(manifest.all_files.items())
     ]
     title = CHECKSUMS[manifest.checksum].title
-    total = bytes_text(sum(entry.size for entry in manifest.files.values()))
+    total = bytes_text(manifest.total_size)
     return [*table(("FILE", "SIZE", "CONTAINS", title), rows, right="SIZE"), f"{quantity(len(rows), 'file')}, {total}"]
 
 

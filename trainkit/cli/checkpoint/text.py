@@ -80,7 +80,9 @@ def on_one_line(text: str, path: object) -> str:
 
 
 def contents_text(manifest: Manifest) -> str:
-    """What a checkpoint contains: `all`, `trainable`, `weights` or `trainable weights`."""
+    """What a checkpoint contains: `all`, `trainable`, `weights`, `trainable weights`, or `by hook`: a hook has the weights."""
+    if manifest.by_hook:
+        return "by hook"
     model = str(manifest.contents.get("model", "all"))
     if manifest.contents.get("resumable", False):
         return model
@@ -95,8 +97,9 @@ def good_text(manifest: Manifest | None) -> str:
 def about_manifest(manifest: Manifest) -> dict[str, Any]:
     """The manifest as plain values for `as_json`, with the total bytes under `size`."""
     values = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
-    values["files"] = {name: {"size": entry.size, manifest.checksum: entry.digest} for name, entry in manifest.files.items()}
-    return {**values, "size": sum(entry.size for entry in manifest.files.values())}
+    for kind, files in (("files", manifest.files), ("hook_files", manifest.hook_files)):
+        values[kind] = {name: {"size": entry.size, manifest.checksum: entry.digest} for name, entry in files.items()}
+    return {**values, "size": manifest.total_size}
 
 
 def as_json(value: Any) -> str:

@@ -157,7 +157,7 @@ def _checkpoint_row(one: ListedCheckpoint, names: Sequence[str], damaged: bool) 
 
 
 def _size(one: ListedCheckpoint) -> int:
-    return 0 if one.manifest is None else sum(entry.size for entry in one.manifest.files.values())
+    return 0 if one.manifest is None else one.manifest.total_size
 
 
 def hparams_table(runs: Sequence[RunData]) -> str:
