@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,13 @@ from helpers.runs.trackers import history, records, run_files
 pytest.importorskip("wandb")
 
 from trainkit.console import TrainkitWarning
-from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, UnsupportedArgumentError
+from trainkit.errors import (
+    ConfigurationError,
+    MetricError,
+    MissingPackageError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+)
 from trainkit.loggers import CSVLogger, WandbLogger
 from trainkit.loggers.logger_setup import attach
 
@@ -72,6 +79,129 @@ def test_images_text_and_histograms(tmp_path: Path) -> None:
     rows = history(run_files(tmp_path)[0])
     assert [row[STEP] for row in rows] == [7, 7, 8, 9]
     assert sum(rows[3]["weights/values"]) == 100
+
+
+def test_media_with_a_list_of_values_for_each_option(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    clip, picture = tmp_path / "a.gif", tmp_path / "a.png"
+    image.new("P", (4, 4), 3).save(clip)
+    image.new("L", (4, 4), 7).save(picture)
+
+    logger = WandbLogger(save_dir=tmp_path, prefix="p")
+    boxes = [{"truth": {"box_data": [{"position": {"middle": [1, 1], "width": 1, "height": 1}, "class_id": 0}]}}, None]
+    masks = [None, {"truth": {"mask_data": np.ones((4, 4), dtype=np.uint8)}}]
+    logger.log_metrics({"loss": 1.0}, 3)
+    logger.log_image("seen", images=[np.ones((3, 4, 4)), picture], caption=["first", "second"], boxes=boxes, masks=masks)
+    logger.log_image("one", image=image.open(picture), step=4)
+    logger.log_video("watched", [clip], 5, caption=["clip"])
+    folder = Path(logger.experiment.dir)
+    logger.experiment.finish()
+
+    rows = history(run_files(tmp_path)[0])
+    assert [row[STEP] for row in rows] == [3, 3, 4, 5]
+    found = {name: value for row in rows for name, value in row.items()}
+    assert found["p-seen/captions"] == ["first", "second"]
+    assert (found["p-seen/count"], found["p-seen/all_boxes"][1], found["p-seen/all_masks"][0]) == (2, None, None)
+    first, second = (image.open(folder / name) for name in found["p-seen/filenames"])
+    assert (first.getpixel((0, 0)), second.getpixel((0, 0))) == ((255, 255, 255), 7)
+    assert found["p-one/count"] == 1
+    assert [one["caption"] for one in found["p-watched/videos"]] == ["clip"]
+
+
+def test_recordings_with_a_rate_for_each(tmp_path: Path) -> None:
+    pytest.importorskip("soundfile", reason="wandb.Audio needs soundfile: pip install soundfile")
+    sound = tmp_path / "a.wav"
+    with wave.open(str(sound), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(1600))
+    logger = WandbLogger(save_dir=tmp_path, prefix="p")
+    noise = np.zeros(800, dtype=np.float32)
+    logger.log_audio("heard", [sound, noise], step=5, caption=["a", "b"], sample_rate=[8000, 4000])
+    folder = Path(logger.experiment.dir)
+    logger.experiment.finish()
+    [row] = history(run_files(tmp_path)[0])
+    assert row[STEP] == 5
+    heard = row["p-heard/audio"]
+    assert [one["caption"] for one in heard] == ["a", "b"]
+    with wave.open(str(folder / heard[1]["path"])) as file:
+        assert (file.getframerate(), file.getnframes()) == (4000, 800)
+
+
+def test_tables_and_tables_of_texts(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    logger = WandbLogger(save_dir=tmp_path, project="a", prefix="p")
+    logger.log_metrics({"loss": 1.0}, 2)
+    logger.log_table("table", ["a", "b"], [[1, "x"], [2, "y"]])
+    logger.log_table("frame", dataframe=pandas.DataFrame({"c": [5]}), step=3)
+    logger.log_text("texts", columns=["prompt"], data=[["to be"], ["or not"]], step=4)
+    logger.log_text("note", "to be", 5)
+    logger.log_text(key="word", text="or not", step=6)
+    folder = Path(logger.experiment.dir)
+    logger.experiment.finish()
+
+    rows = history(run_files(tmp_path)[0])[1:]
+    assert [row[STEP] for row in rows] == [2, 3, 4, 5, 6]
+    paths = {name.removesuffix("/path"): value for row in rows for name, value in row.items() if name.endswith("/path")}
+    tables = {name: json.loads((folder / path).read_text()) for name, path in paths.items()}
+    assert {name: (table["columns"], table["data"]) for name, table in tables.items()} == {
+        "p-table": (["a", "b"], [[1, "x"], [2, "y"]]),
+        "p-frame": (["c"], [[5]]),
+        "p-texts": (["prompt"], [["to be"], ["or not"]]),
+        "p-note": (["step", "text"], [[5, "to be"]]),
+        "p-word": (["step", "text"], [[6, "or not"]]),
+    }
+
+
+@pytest.mark.parametrize("verb, arguments, error, words", [
+    ("log_image", dict(images=[np.ones((4, 4))], caption=["a", "b"]), ConfigurationError, "one value for each of 1, got 2 of"),
+    ("log_image", dict(images=np.ones((4, 4)), caption="a"), ConfigurationError, "caption must be a list .* got 'a'"),
+    ("log_image", dict(images=[np.ones((4, 4))], captoin=["a"]), UnknownNameError, "Did you mean 'caption'"),
+    ("log_image", dict(images=["nowhere.png"]), ConfigurationError, "expected the path of a file, got 'nowhere.png'"),
+    ("log_image", dict(), MetricError, "expected a tensor or array"),
+    ("log_audio", dict(audios=["nowhere.wav"]), ConfigurationError, "log_audio: expected the path of a file"),
+    ("log_video", dict(videos=[Path("nowhere.gif")], fpss=[3]), UnknownNameError, "Did you mean 'fps'"),
+])  # fmt: skip
+def test_media_that_cannot_be_logged(verb: str, arguments: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        getattr(WandbLogger(), verb)("key", **arguments)
+
+
+class Server:
+    """What wandb asks its server for, an artifact by its name."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def artifact(self, name: str, type: str | None = None) -> Server:
+        self.asked.append((name, type))
+        return self
+
+    use_artifact = artifact
+
+    def download(self, root: str | None = None) -> str:
+        return root or "chosen"
+
+
+def test_artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a server has artifacts to download, so here an object answers for it."""
+    import wandb
+
+    api, run = Server(), Server()
+    monkeypatch.setattr(wandb, "Api", lambda: api)
+    logger = WandbLogger(save_dir=tmp_path)
+    logger._experiment = run
+    assert logger.use_artifact("data:v0", "dataset") is run
+    assert WandbLogger.download_artifact("model:best", tmp_path, "model") == str(tmp_path)
+    assert (run.asked, api.asked) == ([("data:v0", "dataset")], [("model:best", "model")])
+    monkeypatch.setattr(wandb, "run", run)
+    assert logger.download_artifact("model:best") == "chosen"
+    assert logger.download_artifact("model:best", use_artifact=False) == "chosen"
+    assert run.asked[1:] == api.asked[1:] == [("model:best", None)]
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    assert WandbLogger.download_artifact("model:best") is None
+    assert len(run.asked) == 2
 
 
 def test_one_run_for_all_fits_of_a_logger_and_none_open_twice(tmp_path: Path) -> None:
@@ -182,6 +312,11 @@ def test_nothing_happens_on_other_processes(tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 1})
     logger.experiment.config.update({"a": 1})
     logger.watch(None)  # type: ignore[arg-type]
+    logger.unwatch()
+    logger.log_image("a", ["nowhere.png"])
+    logger.log_audio("a", ["nowhere.wav"])
+    logger.log_table("a", ["b"], [[1]])
+    logger.log_text("a", "b")
     logger.finalize("failed")
     assert logger.version is None
     assert wandb.run is None
@@ -216,6 +351,20 @@ def test_watch_logs_gradients(tmp_path: Path) -> None:
     logger.log_metrics({"loss": 1.0}, 0)
     logger.experiment.finish()
     assert any("gradients" in key for row in history(run_files(tmp_path)[0]) for key in row)
+
+
+@pytest.mark.parametrize("all_of_them", [False, True])
+def test_unwatch_ends_it(tmp_path: Path, all_of_them: bool) -> None:
+    torch = pytest.importorskip("torch")
+
+    logger = WandbLogger(save_dir=tmp_path)
+    model = torch.nn.Linear(2, 1)
+    logger.watch(model, log_freq=1, log_graph=False)
+    logger.unwatch(None if all_of_them else model)
+    model(torch.ones(1, 2)).sum().backward()
+    logger.log_metrics({"loss": 1.0}, 0)
+    logger.experiment.finish()
+    assert history(run_files(tmp_path)[0]) == [{"loss": 1.0, STEP: 0}]
 
 
 @pytest.mark.parametrize("arguments, error, words", [

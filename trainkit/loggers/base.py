@@ -27,7 +27,7 @@ from trainkit.loggers.log_folder import (
 from trainkit.loggers.logged_values import as_array, as_images, as_step, number, plain, take_step
 from trainkit.loggers.run_files import yaml_in
 
-__all__ = ["DummyLogger", "Logger", "NullExperiment", "is_installed", "rank_zero_experiment"]
+__all__ = ["DummyLogger", "Logger", "NullExperiment", "is_installed", "is_main_here", "rank_zero_experiment"]
 
 
 _CAN_STORE = {
@@ -41,6 +41,18 @@ def is_installed(package: str) -> bool:
     """Whether a package can be imported; a folder of logs that happens to have its name does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
+
+
+def is_main_here() -> bool:
+    """Whether this is the main process, for what has no logger: by the process group, else by the launcher's variables."""
+    import torch.distributed
+
+    from trainkit.launch.environment import read_ranks
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    place = read_ranks(os.environ)
+    return place is None or place.rank == 0
 
 
 class Logger(KnownKeywords):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any
-
-import torch.distributed
 
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import notice, warn, with_article
@@ -21,7 +18,7 @@ from trainkit.errors import (
     UnsupportedArgumentError,
     nearest,
 )
-from trainkit.loggers.base import Logger, NullExperiment, is_installed
+from trainkit.loggers.base import Logger, NullExperiment, is_installed, is_main_here
 from trainkit.loggers.logged_values import as_step, number
 from trainkit.loggers.logger_setup import LOGGERS, NotLoggedInError, attach, check_logger, make_logger
 from trainkit.names import advice, advice_by_place
@@ -51,18 +48,9 @@ def on_main_process(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def on_main(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if getattr(self, "main_process_only", False) and not _is_main() else method(self, *args, **kwargs)
+        return None if getattr(self, "main_process_only", False) and not is_main_here() else method(self, *args, **kwargs)
 
     return on_main
-
-
-def _is_main() -> bool:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    from trainkit.launch.environment import read_ranks
-
-    place = read_ranks(os.environ)
-    return place is None or place.rank == 0
 
 
 class GeneralTracker:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,9 +21,9 @@ from trainkit.errors import (
     missing_package,
     nearest,
 )
-from trainkit.loggers.base import Logger, is_installed
+from trainkit.loggers.base import Logger, is_installed, is_main_here
 from trainkit.loggers.log_folder import check_save_dir, one_of
-from trainkit.loggers.logged_values import as_step
+from trainkit.loggers.logged_values import as_images, as_step
 from trainkit.loggers.logger_setup import NotLoggedInError
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ __all__ = ["WandbLogger"]
 
 _STEP = "trainer/global_step"
 _LATER = ("add_file_policy", "checkpoint_name")  # Arguments of Lightning's logger, for checkpoints as artifacts.
+_ARRAYS = ("detach", "__array__", "__array_interface__")  # attributes of tensors and arrays
 _SEND_FILE = "    logger.experiment.log_artifact(path, name='model', type='model')"
 
 
@@ -67,7 +70,7 @@ class WandbLogger(Logger):
         project: The project. Default: the environment variable `WANDB_PROJECT`, otherwise "trainkit".
         log_model: Not supported; the error names the call to use.
         experiment: A run of your own.
-        prefix: As in `Logger`.
+        prefix: As in `Logger`; also before the names of images, tables and other media.
         **kwargs: Further arguments of `wandb.init`: `entity`, `group`, `tags`, `notes`, …
 
     Raises:
@@ -293,24 +296,131 @@ class WandbLogger(Logger):
         self._idle = False
         self.experiment.config.update(dict(params), allow_val_change=True)
 
-    def write_image(self, key: str, images: Sequence[Any], step: int) -> None:
+    def log_image(  # type: ignore[override]  # it takes the arguments of `Logger` too
+        self, key: str, images: Any = None, step: int | None = None, *, image: Any = None, **kwargs: Any
+    ) -> None:
+        """Log an image, or a list of them, as in `Logger`; also PIL images, paths of files and `wandb.Image`.
+
+        Args:
+            key: Its name.
+            images: The images.
+            step: As in `Logger.log_image`.
+            image: The same as `images`.
+            **kwargs: Arguments of `wandb.Image`, each a list with one value per image: `caption`, `masks`, `boxes`, …
+
+        Raises:
+            ConfigurationError: A list of another length, or a path that does not exist.
+            UnknownNameError: `wandb.Image` does not have this argument.
+            MetricError: A value is not an image.
+        """
         if not is_installed("PIL"):
             raise missing_package("pillow", "wandb", "WandbLogger.log_image")
+        self._log_media("Image", key, image if images is None else images, step, kwargs)
+
+    def log_audio(self, key: str, audios: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Log a recording, or a list of them: paths of files, or arrays. wandb needs the package soundfile for it.
+
+        Args:
+            key: Its name.
+            audios: The recordings.
+            step: As in `Logger.log_image`.
+            **kwargs: Arguments of `wandb.Audio`, each a list with one value per recording: `sample_rate`, `caption`.
+
+        Raises:
+            ConfigurationError: A list of another length, or a path that does not exist.
+            UnknownNameError: `wandb.Audio` does not have this argument.
+        """
+        self._log_media("Audio", key, audios, step, kwargs)
+
+    def log_video(self, key: str, videos: Any, step: int | None = None, **kwargs: Any) -> None:
+        """Log a video, or a list of them: paths, or arrays (time, channel, height, width), which need moviepy.
+
+        Args:
+            key: Its name.
+            videos: The videos.
+            step: As in `Logger.log_image`.
+            **kwargs: Arguments of `wandb.Video`, each a list with one value per video: `caption`, `fps`, `format`.
+
+        Raises:
+            ConfigurationError: A list of another length, or a path that does not exist.
+            UnknownNameError: `wandb.Video` does not have this argument.
+        """
+        self._log_media("Video", key, videos, step, kwargs)
+
+    def _log_media(self, kind: str, key: str, items: Any, step: int | None, options: Mapping[str, Any]) -> None:
+        """Log objects of the class `kind` of wandb, with the options of each."""
+        if not self.is_main_process:
+            return
         import wandb
 
-        gray_as_2d = [image[..., 0] if image.shape[-1] == 1 else image for image in images]
-        self._log({key: [wandb.Image(image) for image in gray_as_2d]}, step)
+        make = getattr(wandb, kind)
+        items = list(items) if isinstance(items, list | tuple) else [items]
+        _check_media(f"WandbLogger.log_{kind.lower()}", make, items, options)
+        if kind == "Image":
+            items = [_picture(key, item) for item in items]
+        with self._surviving(f"write the {kind.lower()} {key!r}"):
+            made = [
+                item if isinstance(item, make) else make(item, **{name: values[index] for name, values in options.items()})
+                for index, item in enumerate(items)
+            ]
+            self._log({self._named(key): made}, self._media_step(step))
 
-    def write_text(self, key: str, text: str, step: int) -> None:
-        """Log a table of one row."""
+    def log_table(
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
+        """Log a `wandb.Table`, whose cells may be texts, numbers, `wandb.Image` and others.
+
+        Args:
+            key: Its name.
+            columns: The names of the columns.
+            data: The rows, a list of lists.
+            dataframe: A data frame of pandas, instead of `columns` and `data`.
+            step: As in `Logger.log_image`.
+        """
+        if not self.is_main_process:
+            return
         import wandb
 
-        self._log({key: wandb.Table(columns=["step", "text"], data=[[step, text]])}, step)
+        table = wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        with self._surviving(f"write the table {key!r}"):
+            self._log({self._named(key): table}, self._media_step(step))
+
+    def log_text(  # type: ignore[override]  # it takes the arguments of `Logger` too
+        self,
+        key: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        *,
+        text: Any = None,
+    ) -> None:
+        """Log a table of texts as `log_table` does, or a text as in `Logger`: `log_text(key, text, step)`.
+
+        Args:
+            key: Its name.
+            columns: The names of the columns; or the text, which becomes a table of one row.
+            data: The rows; or after a text, the step.
+            dataframe: As in `log_table`.
+            step: As in `Logger.log_image`.
+            text: The text.
+        """
+        if text is None and columns is not None and not isinstance(columns, list | tuple):
+            text = columns
+            step = data if step is None else step
+        if text is None:
+            self.log_table(key, columns, data, dataframe, step)
+        elif self.is_main_process:
+            at = self._media_step(step)
+            self.log_table(key, ["step", "text"], [[at, str(text)]], None, at)
+
+    def _named(self, key: str) -> str:
+        return f"{self._prefix}-{key}" if self._prefix else key
 
     def write_histogram(self, key: str, values: Any, step: int) -> None:
         import wandb
 
-        self._log({key: wandb.Histogram(values)}, step)
+        self._log({self._named(key): wandb.Histogram(values)}, step)
 
     def watch(self, model: torch.nn.Module, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Log gradients and parameters of `model` as histograms, as `wandb.watch` does.
@@ -323,25 +433,97 @@ class WandbLogger(Logger):
         """
         self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
 
+    def unwatch(self, model: torch.nn.Module | None = None) -> None:
+        """Stop what `watch` has started for `model`; for all modules if it is `None`."""
+        self.experiment.unwatch(model)
+
+    # ------------------------------------------------------------------ artifacts
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Record that the run uses an artifact; needs a run that is online.
+
+        Args:
+            artifact: Its name: `"name:alias"`, `"project/name:alias"` or `"entity/project/name:alias"`.
+            artifact_type: Its type.
+
+        Returns:
+            The `wandb.Artifact`; on other processes an object that does nothing.
+        """
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    @staticmethod
+    def download_artifact(
+        artifact: str,
+        save_dir: str | os.PathLike[str] | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool = True,
+    ) -> str | None:
+        """Download an artifact from the server.
+
+        Args:
+            artifact: Its name, as in `use_artifact`.
+            save_dir: The folder to write to. Default: wandb chooses.
+            artifact_type: Its type.
+            use_artifact: Record that the run uses it, if a run is open.
+
+        Returns:
+            The folder; `None` on other processes than the main process, which do nothing.
+        """
+        if not is_main_here():
+            return None
+        import wandb
+
+        open_run = wandb.run if use_artifact else None
+        found = wandb.Api().artifact if open_run is None else open_run.use_artifact
+        return str(found(artifact, type=artifact_type).download(root=None if save_dir is None else os.fspath(save_dir)))
+
 
 def _check_options(kwargs: dict[str, Any], offline: bool) -> dict[str, Any]:
     for name in kwargs:
         if name in _LATER:
             raise UnsupportedArgumentError(f"WandbLogger({name}=…) is not supported. Fix: call\n{_SEND_FILE}")
     if kwargs:
-        import inspect
-
         import wandb
 
-        known = inspect.signature(wandb.init).parameters
-        for name in kwargs:
-            if name not in known:
-                raise UnknownNameError(
-                    f"WandbLogger: expected its own arguments or those of wandb.init, got {name!r}.{nearest(name, known)} "
-                    "Fix: remove it; the arguments are listed by help(wandb.init)"
-                )
+        _check_known("WandbLogger", "its own arguments or those of wandb.init", wandb.init, kwargs)
     if offline and kwargs.get("mode", "offline") != "offline":
         raise ConfigurationError(
             f"WandbLogger: offline=True contradicts mode={kwargs['mode']!r}. Fix: pass only one of them, offline=True"
         )
     return {**kwargs, "mode": "offline"} if offline else kwargs
+
+
+def _check_known(owner: str, what: str, function: Any, names: Iterable[str]) -> None:
+    known = inspect.signature(function).parameters
+    for name in names:
+        if name not in known:
+            raise UnknownNameError(
+                f"{owner}: expected {what}, got {name!r}.{nearest(name, known)} "
+                f"Fix: remove it; the arguments are listed by help(wandb.{function.__name__})"
+            )
+
+
+def _check_media(owner: str, kind: Any, items: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Check that each option has one value per item, and that files exist: a missing one is not a failure to write."""
+    _check_known(owner, f"arguments of wandb.{kind.__name__}", kind, options)
+    for name, values in options.items():
+        if not isinstance(values, list | tuple) or len(values) != len(items):
+            got = f"{len(values)} of them" if isinstance(values, list | tuple) else repr(values)
+            raise ConfigurationError(
+                f"{owner}: {name} must be a list with one value for each of {len(items)}, got {got}. Fix: {name}=[...]"
+            )
+    for item in items:
+        path = os.fspath(item) if isinstance(item, str | os.PathLike) else None
+        if path is not None and "://" not in path and not os.path.isfile(path):
+            raise ConfigurationError(f"{owner}: expected the path of a file, got {path!r}. Fix: pass a file that exists")
+
+
+def _picture(key: str, item: Any) -> Any:
+    """A tensor or array as an array that wandb shows with the values that it has; other things as they are."""
+    if isinstance(item, os.PathLike):
+        return os.fspath(item)
+    is_array = item is None or isinstance(item, list | tuple) or any(map(partial(hasattr, item), _ARRAYS))
+    if not is_array or hasattr(item, "getbands"):  # an image of Pillow, which has palettes and modes, is one of wandb's inputs
+        return item
+    [array] = as_images(key, [item])
+    return array[..., 0] if array.shape[-1] == 1 else array
