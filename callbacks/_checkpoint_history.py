@@ -470,7 +470,6 @@ class CheckpointHistory(Checkpoint):
             save.best = frozenset(self._ranking)
         if not main:
             return
-        checkpointing.tell_loggers(self)
         path = Path(save.path)
         try:
             if self.also:
@@ -484,6 +483,8 @@ class CheckpointHistory(Checkpoint):
                 remove(Path(old))
         except (CheckpointError, OSError) as error:  # the checkpoint is saved; the next save tries again
             notice(f"ModelCheckpoint: {path} is saved, but: {error}")
+        finally:
+            checkpointing.tell_loggers(self)  # which may read the file, whose path they are given
 
     def _write_file(self, path: Path) -> None:
         """Write the file of a checkpoint that is complete; what cannot be in it is said once."""

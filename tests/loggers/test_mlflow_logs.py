@@ -242,8 +242,8 @@ def test_nothing_happens_on_other_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments, error, words", [
-    (dict(log_model=True), UnsupportedArgumentError, "log_artifacts"),
-    (dict(checkpoint_path_prefix="x"), UnsupportedArgumentError, "log_artifacts"),
+    (dict(log_model="best"), ConfigurationError, "log_model: expected False, True or 'all', got 'best'"),
+    (dict(checkpoint_path_prefix="../x"), ConfigurationError, "checkpoint_path_prefix: expected the name of a folder"),
     (dict(synchronous=False), UnsupportedArgumentError, "a kill would lose pending rows"),
     (dict(tags="a"), ConfigurationError, "tags: expected a mapping"),
     (dict(save_dir="s3://x"), ConfigurationError, "expected a local folder"),

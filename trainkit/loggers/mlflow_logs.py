@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -9,20 +10,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from trainkit.checkpoint.manifest import checkpoint_identity
 from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, MetricError, MissingPackageError, UnsupportedArgumentError, missing_package
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.log_folder import Repeats
+from trainkit.loggers.log_folder import Repeats, check_name
 from trainkit.loggers.logged_values import flatten
 
 __all__ = ["MLFlowLogger"]
 
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- ]")
 _DATABASES = ("sqlite", "postgresql", "mysql", "mssql")
-_SEND_FOLDER = "    logger.experiment.log_artifacts(logger.run_id, path)"
+_OF_CALLBACK = ("monitor", "mode", "save_last", "save_top_k", "save_weights_only", "every_n_train_steps", "every_n_epochs")
 
 
 class MLFlowLogger(Logger):
@@ -44,8 +46,10 @@ class MLFlowLogger(Logger):
             `mlflow.set_tracking_uri` sets), otherwise `sqlite:///<save_dir>/mlflow.db`.
         tags: Name → value, of the run.
         save_dir: The folder of `mlflow.db` and of `mlruns`, its artifacts. Default: as in `Logger`.
-        log_model: Not supported; the error names the call to use.
-        checkpoint_path_prefix: Not supported, as `log_model`.
+        log_model: Store checkpoints of `ModelCheckpoint` as artifacts, each as the folder `<its name>`. True: at the end of a
+            run, the best ones and the newest; with `save_top_k=-1` each when it is saved. `"all"`: each when it is saved.
+            Training waits while one is stored. Where `import lightning` gives trainkit, it is the file `<name>/<name>.ckpt`.
+        checkpoint_path_prefix: The artifact folder that contains those of the checkpoints; default: the root.
         prefix: As in `Logger`.
         artifact_location: The place of the artifacts of a new experiment. Default: `<save_dir>/mlruns` for the database in
             `save_dir`, otherwise the server chooses.
@@ -55,7 +59,7 @@ class MLFlowLogger(Logger):
     Raises:
         MissingPackageError: The package mlflow, or one that it needs for a database, is not installed.
         ConfigurationError: An argument is wrong; when the run is opened, the server or database does not work.
-        UnsupportedArgumentError: `log_model`, `checkpoint_path_prefix` or `synchronous=False` is given.
+        UnsupportedArgumentError: `synchronous=False` is given.
 
     Example:
         ```python
@@ -82,11 +86,8 @@ class MLFlowLogger(Logger):
         super().__init__(save_dir, prefix=prefix)
         if not is_installed("mlflow"):
             raise missing_package("mlflow", "mlflow", "MLFlowLogger")
-        if log_model or checkpoint_path_prefix:
-            raise UnsupportedArgumentError(
-                "MLFlowLogger: log_model and checkpoint_path_prefix are not supported. Fix: send a checkpoint with\n"
-                f"{_SEND_FOLDER}"
-            )
+        if log_model not in (False, True, "all"):
+            raise ConfigurationError(f"log_model: expected False, True or 'all', got {log_model!r}. Fix: log_model=True")
         if synchronous is False:
             raise UnsupportedArgumentError(
                 "MLFlowLogger(synchronous=False) is not supported: a kill would lose pending rows. Fix: remove it, and log "
@@ -109,6 +110,10 @@ class MLFlowLogger(Logger):
         self._begun = False  # the run and its records are known
         self._resumed = False  # the run is that of a checkpoint, and may no longer exist
         self._repeats = Repeats()
+        self._log_model = log_model
+        self._checkpoints_in = check_name(checkpoint_path_prefix, "checkpoint_path_prefix")
+        self._saving: list[Any] = []  # The callbacks whose checkpoints are stored at the end of the run.
+        self._stored: dict[str, dict[str, Any]] = {}  # artifact folder → the checkpoint in it, its aliases and its callback
         self._names: dict[tuple[str, str], str] = {}  # (what it names, name in MLflow) → the user's name
         self._timestamp = 0  # milliseconds, different for each row: MLflow keeps one of several equal records
 
@@ -190,6 +195,7 @@ class MLFlowLogger(Logger):
         if known is None:
             known = self._new_run(client)
             self._repeats.new_run()
+            self._stored = {}
         else:
             client.update_run(known, status="RUNNING")
             if not self._begun:  # the user's run, with earlier records
@@ -219,6 +225,14 @@ class MLFlowLogger(Logger):
         run = client.create_run(experiment_id, tags=resolve_tags(tags), run_name=self._run_name)  # who, from which script
         return str(run.info.run_id)
 
+    def finalize(self, status: str = "success") -> None:
+        """Store the checkpoints that `log_model=True` stores at the end, and close the run, which is used again if needed."""
+        callbacks, self._saving = self._saving, []
+        for callback in callbacks:
+            with self._surviving("store the checkpoints"):
+                self._store_checkpoints(callback)
+        super().finalize(status)
+
     def close_experiment(self, experiment: Any, status: str) -> None:
         """Mark the run as finished or failed; it runs again if the logger is used again."""
         _end(experiment, str(self._id), "FINISHED" if status == "success" else "FAILED")
@@ -229,7 +243,7 @@ class MLFlowLogger(Logger):
         """The run's id and its number of records of each metric; starts no run."""
         state: dict[str, Any] = {"last_step": self._last_step}
         if self.is_main_process and self._begun:
-            state.update(run_id=self.version, counts=dict(self._repeats.counts))
+            state.update(run_id=self.version, counts=dict(self._repeats.counts), stored=dict(self._stored))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -245,6 +259,7 @@ class MLFlowLogger(Logger):
         self._id = str(state["run_id"])
         self._begun = self._resumed = True
         self._repeats.resume(state["counts"])
+        self._stored = dict(state.get("stored", {}))
 
     # ------------------------------------------------------------------ what is logged
 
@@ -327,6 +342,64 @@ class MLFlowLogger(Logger):
         client, path = self.experiment, f"text/{self._check_name(key, 'text')}/step_{step:08d}.txt"
         with _as_os_error():
             client.log_text(self._id, text, path)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Store the new checkpoint, or remember to store those that are kept at the end, as `log_model` says.
+
+        Raises:
+            OSError: The server fails, or the files cannot be copied.
+        """
+        if self._log_model == "all" or (self._log_model and checkpoint_callback.save_top_k == -1):
+            self._store_checkpoints(checkpoint_callback)
+        elif self._log_model and all(one is not checkpoint_callback for one in self._saving):
+            self._saving.append(checkpoint_callback)
+
+    def _store_checkpoints(self, callback: Any) -> None:
+        """Store the checkpoints that the callback keeps and that are not stored, and update the aliases of the others."""
+        kept = _complete_checkpoints(callback)
+        names = {path: self._artifact_folder(path, callback) for path in kept}
+        for path, (identity, score) in kept.items():
+            if self._stored.get(names[path], {}).get("checkpoint") == identity:
+                continue
+            about = {
+                "score": score,
+                "original_filename": path.name,
+                "Checkpoint": {name: getattr(callback, name) for name in _OF_CALLBACK if hasattr(callback, name)},
+            }
+            store = self.experiment.log_artifacts if path.is_dir() else self.experiment.log_artifact
+            with _as_os_error():
+                store(self._id, str(path), names[path])
+                self.experiment.log_dict(self._id, about, f"{names[path]}/metadata.yaml")
+            self._stored[names[path]] = {"checkpoint": identity, "aliases": None, "of": callback.state_key}
+        marks = {"latest": callback.last_model_path, "best": callback.best_model_path}
+        for folder, stored in list(self._stored.items()):
+            aliases = [alias for alias, path in marks.items() if path and names.get(Path(path)) == folder]
+            if stored["of"] == callback.state_key and stored["aliases"] != aliases:
+                with _as_os_error():
+                    self.experiment.log_text(self._id, str(aliases), f"{folder}/aliases.txt")
+                self._stored[folder] = {**stored, "aliases": aliases}
+
+    def _artifact_folder(self, path: Path, callback: Any) -> str:
+        """The artifact folder of a checkpoint; another one if a checkpoint of another callback has this name."""
+        name = PurePosixPath(self._checkpoints_in, path.name if path.is_dir() else path.stem).as_posix()
+        names = (f"{name}-v{number}" if number else name for number in itertools.count())
+        return next(one for one in names if self._stored.get(one, {"of": callback.state_key})["of"] == callback.state_key)
+
+
+def _complete_checkpoints(callback: Any) -> dict[Path, tuple[str, float | None]]:
+    """The best checkpoints of a `ModelCheckpoint` and its newest, the oldest first: what identifies its content, its score."""
+    scores = {callback.last_model_path: callback.current_score, callback.best_model_path: callback.best_model_score}
+    found: dict[Path, tuple[str, float | None]] = {}
+    for name, score in {**scores, **callback.best_k_models}.items():
+        path = Path(name)
+        digest = checkpoint_identity(path) if name else None  # none before it is complete
+        if name and path.is_file():
+            digest = str(path.stat().st_mtime_ns).encode()
+        if digest:
+            found[path] = digest.decode(errors="replace"), None if score is None else float(score)
+    return dict(sorted(found.items(), key=lambda item: item[0].stat().st_mtime))
 
 
 def _exists(client: Any, run_id: str) -> bool:
