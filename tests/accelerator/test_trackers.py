@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import enum
+import importlib.machinery
+import importlib.util
 import json
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +224,81 @@ def test_wandb_offline(run_dir: Path) -> None:
     assert [row[STEP] for row in rows] == [3, 4, 5, 6, 7, 8]
 
 
+@pytest.fixture
+def trackio_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of trackio's databases, which it reads from the environment when it is imported."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for module in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
+        monkeypatch.delitem(sys.modules, module)
+    return tmp_path / "trackio"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed: pip install trackio")
+def test_trackio_in_a_local_database(trackio_folder: Path) -> None:
+    accelerator = make("trackio")
+    accelerator.init_trackers("demo", {"lr": 0.1, "deep": {"a": [1]}}, {"trackio": {"name": "first", "group": "g"}})
+    import trackio
+
+    run = accelerator.get_tracker("trackio", unwrap=True)
+    assert isinstance(run, trackio.Run)
+    assert (accelerator.get_tracker("trackio").run, run.project, run.name) == (run, "demo", "first")
+    accelerator.log({"loss": torch.tensor(0.5), "none": None, "note": "hi", "v": {"a": np.float32(2.0)}}, step=3)
+    accelerator.log({"loss": 0.25})
+    accelerator.log({"none": None})
+    with pytest.raises(ConfigurationError, match="step: expected a whole number"):
+        accelerator.log({"a": 1}, step=1.5)  # type: ignore[arg-type]
+    accelerator.end_training()
+
+    [database] = trackio_folder.glob("demo*.db")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        rows = connection.execute("SELECT step, run_name, metrics FROM metrics ORDER BY step").fetchall()
+        [(config,)] = connection.execute("SELECT config FROM configs").fetchall()
+    assert [(step, name) for step, name, _ in rows] == [(3, "first"), (4, "first")]
+    assert [json.loads(row) for _, _, row in rows] == [{"loss": 0.5, "note": "hi", "v": {"a": 2.0}}, {"loss": 0.25}]
+    known = json.loads(config)
+    assert (known["lr"], known["deep"], known["_Group"]) == (0.1, {"a": [1]}, "g")
+    assert "allow_val_change" not in known
+
+
+class Trackio(types.ModuleType):
+    """Stands for the package trackio where it is not installed; records what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__("trackio")
+        self.__spec__ = importlib.machinery.ModuleSpec("trackio", None, origin="here")
+        self.config: dict[str, Any] = {}
+        self.seen: list[Any] = []
+
+    def init(self, **arguments: Any) -> Trackio:
+        self.seen.append(arguments)
+        return self
+
+    def log(self, values: Any, **options: Any) -> None:
+        self.seen.append((values, options))
+
+    def finish(self) -> None:
+        self.seen.append("finish")
+
+
+def test_what_trackio_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trackio", module := Trackio())
+    accelerator = make(["trackio", "trackio"])
+    accelerator.init_trackers("demo", argparse.Namespace(lr=0.1), {"trackio": {"name": "first"}})
+    assert [tracker.name for tracker in accelerator.trackers] == ["trackio"]
+    assert accelerator.get_tracker("trackio", unwrap=True) is module
+    accelerator.log({"loss": torch.tensor(0.5), "none": None}, step=3, log_kwargs={"trackio": {"more": 1}})
+    accelerator.log({"loss": 0.25})
+    accelerator.log({"none": None})
+    accelerator.end_training()
+    assert module.config == {"lr": 0.1}
+    assert module.seen == [
+        {"project": "demo", "name": "first"},
+        ({"loss": 0.5}, {"step": 3, "more": 1}),
+        ({"loss": 0.25}, {"step": None}),
+        "finish",
+    ]
+
+
 @pytest.mark.slow
 @needs("mlflow")
 @needs("comet_ml")
@@ -326,7 +406,7 @@ def test_without_trackers_a_script_runs_the_same() -> None:
 
 
 @pytest.mark.parametrize("log_with, error, words", [
-    ("tensorbord", UnknownNameError, "expected 'all' or one of comet_ml, .* got 'tensorbord'. Did you mean 'tensorboard'"),
+    ("tensorbord", UnknownNameError, "expected 'all' or 'trackio' or one of comet_ml, .* Did you mean 'tensorboard'"),
     ("aim", UnsupportedArgumentError, "is a tracker of Accelerate's that trainkit does not have. Fix: use one of comet_ml"),
     ("tensorboard", ConfigurationError, r"writes files.*Accelerator\(log_with='tensorboard', project_dir='runs'\)"),
     ("all", ConfigurationError, "writes files"),
@@ -345,6 +425,8 @@ def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, package in [("wandb", "wandb"), ("mlflow", "mlflow"), ("comet_ml", "comet_ml"), ("tensorboard", "tensorboard")]:
         with pytest.raises(MissingPackageError, match=f"pip install {package} "):
             make(name, project_dir="x")
+    with pytest.raises(MissingPackageError, match="log_with='trackio' needs .* pip install trackio"):
+        make("trackio")
 
 
 def test_verbs_at_the_wrong_time(run_dir: Path) -> None:

@@ -575,19 +575,19 @@ class DynamoBackend(_Choice):
 
 
 class LoggerType(_Choice):
-    """Names for `Accelerator(log_with=)`: `ALL`, `TENSORBOARD`, `WANDB`, `MLFLOW`, `COMETML`. The others are not supported."""
+    """Names for `Accelerator(log_with=)`: `ALL`, `TENSORBOARD`, `WANDB`, `MLFLOW`, `COMETML`, `TRACKIO`; not the others."""
 
     ALL = "all"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
     MLFLOW = "mlflow"
     COMETML = "comet_ml"
+    TRACKIO = "trackio"
 
     AIM = "aim"
     CLEARML = "clearml"
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
-    TRACKIO = "trackio"
 
 
 class PrecisionType(_Choice):

@@ -19,7 +19,7 @@ from trainkit.errors import (
     nearest,
 )
 from trainkit.loggers.base import Logger, NullExperiment, is_installed, is_main_here
-from trainkit.loggers.logged_values import as_step, number
+from trainkit.loggers.logged_values import as_step, number, plain
 from trainkit.loggers.logger_setup import LOGGERS, NotLoggedInError, attach, check_logger, make_logger
 from trainkit.names import advice, advice_by_place
 from trainkit.strategy import Strategy
@@ -30,6 +30,7 @@ __all__ = [
     "LoggerTracker",
     "MLflowTracker",
     "Trackers",
+    "TrackioTracker",
     "WandBTracker",
     "check_trackers",
     "on_main_process",
@@ -39,7 +40,7 @@ __all__ = [
 ByTracker = Mapping[str, Mapping[str, Any]]
 """Arguments by the name of the tracker that they are for."""
 
-_ALL = ("comet_ml", "mlflow", "tensorboard", "wandb")
+_ALL = ("comet_ml", "mlflow", "tensorboard", "trackio", "wandb")
 _NOTHING = NullExperiment()
 
 
@@ -244,6 +245,52 @@ class MLflowTracker(LoggerTracker):
         return functools.partial(getattr(self.logger.experiment, name), self.logger.run_id)
 
 
+class TrackioTracker(GeneralTracker):
+    """A run of the package trackio, in its database on this machine or on a server.
+
+    Args:
+        run_name: The project.
+        **kwargs: Arguments of `trackio.init`: `name`, `group`, `space_id`, …
+    """
+
+    name = "trackio"
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+        self.run: Any = None
+
+    @property
+    def tracker(self) -> Any:
+        """The `trackio.Run`."""
+        return self.run
+
+    def start(self) -> None:
+        """Start the run."""
+        import trackio
+
+        self.run = trackio.init(project=self.run_name, **self.init_kwargs)
+
+    def store_init_configuration(self, values: Any) -> None:
+        """Add hyper-parameters to the run's configuration."""
+        self.run.config.update(plain(values)[0])
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log a row: numbers, texts, dicts, and trackio's own types. Skips `None`."""
+        if row := _numeric("", values):
+            self.run.log(row, step=None if step is None else as_step(step), **kwargs)
+
+    def finish(self) -> None:
+        """End the run."""
+        if self.run is not None:
+            self.run.finish()
+
+
+_TRACKERS = {"trackio": TrackioTracker}  # Names that stand for no logger.
+
+
 def _numeric(key: str, value: Any) -> Any:
     """Tensors and NumPy scalars as numbers, dicts without `None`, other values unchanged."""
     if isinstance(value, Mapping):
@@ -341,7 +388,7 @@ class Trackers:
     def _by_name(self, argument: str, arguments: ByTracker | None) -> ByTracker:
         """Arguments by the name of the tracker; raises for a name that no tracker has."""
         by_name = {_text(key): value for key, value in (arguments or {}).items()}
-        known = {*self._names, *LOGGERS, *advice_by_place()["log_with"]}
+        known = {*self._names, *LOGGERS, *_TRACKERS, *advice_by_place()["log_with"]}
         for name, value in by_name.items():
             if name not in known:
                 raise UnknownNameError(
@@ -357,6 +404,8 @@ class Trackers:
     def _make(self, project_name: str, init_kwargs: ByTracker) -> list[Any]:
         def create(item: Any) -> Any:
             options, folder = init_kwargs.get(_name(item), {}), self._project.logging_dir
+            if item in _TRACKERS:
+                return _TRACKERS[item](project_name, **options)
             if isinstance(item, str):
                 arguments = {LOGGERS[item].project or "name": project_name, **options}
                 if folder is not None and not {"dir", "offline_directory"} & arguments.keys():
@@ -372,10 +421,10 @@ class Trackers:
         if "all" not in self._log_with or not self._strategy.is_main_process:
             return trackers
         for name in _ALL:
-            if name not in self._log_with and is_installed(LOGGERS[name].package):
+            if name not in self._log_with and is_installed(name if name in _TRACKERS else LOGGERS[name].package):
                 try:
                     tracker = create(name)
-                    getattr(tracker.logger, "check_login", _NOTHING)()
+                    getattr(getattr(tracker, "logger", None), "check_login", _NOTHING)()
                     trackers.append(tracker)
                 except (MissingPackageError, NotLoggedInError) as error:
                     notice(f"log_with='all' skips {name}: {error}")
@@ -407,8 +456,12 @@ def _writes_files(item: Any) -> bool:
     if isinstance(item, str):
         if fix := advice("log_with", item):
             raise UnsupportedArgumentError(f"log_with={item!r} {fix}")
-        check_logger(item, "log_with", ("all",))
-        return not LOGGERS[item].project
+        if item not in _TRACKERS:
+            check_logger(item, "log_with", ("all", *_TRACKERS))
+            return not LOGGERS[item].project
+        if not is_installed(item):
+            raise MissingPackageError(f"log_with={item!r} needs the package {item}. Install it with: pip install {item}")
+        return False
     if isinstance(item, type):
         raise ConfigurationError(
             f"log_with: expected an object, got the class {item.__name__}. Fix: log_with={item.__name__}()"
