@@ -59,8 +59,8 @@ def test_options_are_frozen() -> None:
     """A new option is a decision: add it here and to the documentation."""
     found = options()
     subcommands = [f"checkpoint {name}" for name in ("ls", "show", "verify", "diff", "export", "import")]
-    names = ["demo", "env", "launch", "plan", "plot", "report", "test", "verify-resume"]
-    assert list(found) == ["", "checkpoint", *subcommands, "config", *names]
+    names = ["demo", "env", "estimate-memory", "launch", "merge-weights", "plan", "plot", "report", "test"]
+    assert list(found) == ["", "checkpoint", *subcommands, "config", *names, "to-fsdp2", "tpu-config", "verify-resume"]
     assert found[""] == ["--help", "--version", "-h"]
     assert found["checkpoint ls"] == ["--help", "--json", "-h", "FOLDER"]
     assert found["checkpoint show"] == ["--help", "--json", "--state", "--tensors", "-h", "PATH"]
@@ -99,6 +99,15 @@ def test_options_are_frozen() -> None:
     ]  # fmt: skip
     assert found["launch"] == sorted([*settings, *launching])
     assert found["test"] == ["--backend", "--config_file", "--help", "--nproc-per-node", "--strategy", "-h"]
+    assert found["estimate-memory"] == ["--dtypes", "--help", "--library_name", "--trust_remote_code", "-h", "MODEL"]
+    assert found["merge-weights"] == [
+        "--help", "--remove_checkpoint_dir", "--unsafe_serialization", "-h", "CHECKPOINT", "OUT",
+    ]  # fmt: skip
+    assert found["to-fsdp2"] == ["--config_file", "--help", "--output_file", "--overwrite", "-h"]
+    assert found["tpu-config"] == [
+        "--accelerate_version", "--command", "--command_file", "--config_file", "--debug", "--help", "--install_accelerate",
+        "--tpu_name", "--tpu_zone", "--use_alpha", "-h",
+    ]  # fmt: skip
     assert found["plot"] == ["--help", "--metrics", "--out", "--x", "-h", "RUN_DIR"]
     assert found["report"] == ["--help", "--metrics", "--out", "-h", "RUN_DIR"]
 
@@ -190,7 +199,7 @@ def test_ctrl_c(subcommand: Any, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments, words", [
     (["plto", "x"], "trainkit: Unknown subcommand 'plto'. Did you mean 'plot'? Subcommands: checkpoint, config, demo, env"),
-    (["zzz"], "trainkit: Unknown subcommand 'zzz'. Subcommands: checkpoint, config, demo, env, launch, plan, plot, "),
+    (["zzz"], "trainkit: Unknown subcommand 'zzz'. Subcommands: checkpoint, config, demo, env, estimate-memory, launch, "),
     ([], "usage: trainkit [-h] [--version] <subcommand>"),
     (["--vers"], "unrecognized arguments: --vers"),
     (["plot"], "the following arguments are required: RUN_DIR"),
@@ -207,8 +216,8 @@ def test_wrong_arguments(arguments: list[str], words: str, capsys: pytest.Captur
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert "  plot           draw the metrics of runs to a PNG file" in shown
-    for name in ("checkpoint", "demo", "verify-resume"):
+    assert "  plot             draw the metrics of runs to a PNG file" in shown
+    for name in ("checkpoint", "demo", "estimate-memory", "verify-resume"):
         assert f"\n  {name} " in shown
     assert main(["plot", "--help"]) == 0
     assert "usage: trainkit plot [-h] [--out FILE]" in capsys.readouterr().out

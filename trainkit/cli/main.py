@@ -24,11 +24,15 @@ SUBCOMMANDS = {
     "config": ("trainkit.cli.config", "write a configuration file: devices, processes, nodes and precision"),
     "demo": ("trainkit.cli.demo", "train a small language model on Python's own source code"),
     "env": ("trainkit.cli.env", "print versions and hardware for a bug report"),
+    "estimate-memory": ("trainkit.cli.estimate_memory", "print the memory that the weights and the training of a model need"),
     "launch": ("trainkit.cli.launch", "run a script in several processes, on one or several nodes"),
+    "merge-weights": ("trainkit.cli.merge_weights", "write the weights of a checkpoint to one file"),
     "plan": ("trainkit.cli.plan", "print the memory that a script's training needs under each strategy, and what fits"),
     "plot": ("trainkit.cli.plot", "draw the metrics of runs to a PNG file"),
     "report": ("trainkit.cli.report", "write one HTML page about runs: metrics, hyper-parameters, checkpoints and resumes"),
     "test": ("trainkit.cli.test", "test a setup on several processes from end to end"),
+    "to-fsdp2": ("trainkit.cli.to_fsdp2", "convert a configuration file of Accelerate from FSDP1 to FSDP2"),
+    "tpu-config": ("trainkit.cli.tpu_config", "print the command that runs commands on all machines of a TPU"),
     "verify-resume": ("trainkit.cli.verify_resume", "kill a script's training, resume it, and check that it continues exactly"),
 }
 

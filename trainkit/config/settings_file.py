@@ -29,12 +29,23 @@ from trainkit.console import notice
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 from trainkit.registry import find_info_by_section
 
-__all__ = ["check_settings", "default_file", "read_settings", "write_settings"]
+__all__ = [
+    "check_settings",
+    "default_file",
+    "read_content",
+    "read_settings",
+    "shard_with_version_2",
+    "write_content",
+    "write_settings",
+]
 
 
 _OLD = {"fp16": "mixed_precision: fp16"}
 _PREFIXES = {"dynamo_config": "dynamo_", "fsdp_config": "fsdp_"}
 _NONE = ("", "none", "null")
+_SHARDING_KEYS = ("fsdp_reshard_after_forward", "fsdp_sharding_strategy")
+_RESHARDING = ("FULL_SHARD", "HYBRID_SHARD")
+_FIRST_VERSION_ONLY = ("fsdp_backward_prefetch", "fsdp_forward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
 
 
 def default_file() -> Path:
@@ -56,7 +67,7 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
         UnsupportedArgumentError: A key or value that is not supported; the message says what to write.
     """
     source = str(path)
-    content = _content(Path(path), source)
+    content = read_content(path)
     name = "compute_environment"  # first: other environments have many unknown keys
     check_unused(f"{source}: {name}", content.get(name), *UNUSED[name])
     sections = {name: _section(content.pop(name, None), table, name, source) for name, table in SECTIONS.items()}
@@ -70,7 +81,13 @@ def read_settings(path: str | os.PathLike[str]) -> Settings:
     return Settings.out_of(values, backend, dynamo, source)
 
 
-def _content(path: Path, source: str) -> dict[str, Any]:
+def read_content(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The keys and values of a configuration file as they are; empty for an empty file.
+
+    Raises:
+        ConfigurationError: It cannot be read, or has no keys.
+    """
+    path, source = Path(path), str(path)
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -152,10 +169,14 @@ def write_settings(settings: Settings, path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigurationError: It cannot be written.
     """
+    return write_content(_content_of(settings), path)
+
+
+def write_content(content: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Write or replace a file with these keys and values; as `write_settings`."""
     target = Path(os.path.realpath(path))  # keep a symbolic link
     if target.exists() and not target.is_file():
         raise ConfigurationError(f"{path} exists and is not a file. Choose another path.")
-    content = _content_of(settings)
     text = json.dumps(content, indent=2) + "\n" if target.suffix == ".json" else yaml.safe_dump(content, allow_unicode=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -179,6 +200,30 @@ def _content_of(settings: Settings) -> dict[str, Any]:
     }
     content = {"compute_environment": "LOCAL_MACHINE", **values, **{name: part for name, part in sections.items() if part}}
     return dict(sorted(content.items()))
+
+
+def shard_with_version_2(content: Mapping[str, Any], source: str) -> tuple[dict[str, Any], list[str]]:
+    """The content of a file of Accelerate for FSDP1 with the keys for FSDP2, and a text about each difference.
+
+    Raises:
+        UnsupportedArgumentError: A sharding strategy that FSDP2 does not have.
+    """
+    section = content.get("fsdp_config")
+    if not isinstance(section, Mapping) or not section:
+        return dict(content), ["no fsdp_config, so nothing was changed"]
+    keys = {key if key.startswith("fsdp_") else f"fsdp_{key}": value for key, value in section.items()}
+    if str(keys.get("fsdp_version", 1)) == "2":
+        return dict(content), ["it is of FSDP2, so nothing was changed"]
+    new = {name: value for name, value in keys.items() if name not in (*_FIRST_VERSION_ONLY, *_SHARDING_KEYS)}
+    notes = [f"without {name}: FSDP2 does not have it" for name in _FIRST_VERSION_ONLY if name in keys]
+    for name in _SHARDING_KEYS:
+        if keys.get(name) is not None:
+            read = convert_value(name, keys[name], SECTIONS["fsdp_config"], f"{source}: fsdp_config: {name}")
+            new["fsdp_reshard_after_forward"] = reshard = read if isinstance(read, bool) else read in _RESHARDING
+            notes.append(f"fsdp_reshard_after_forward: {str(reshard).lower()}, which was {name}: {keys[name]}")
+            if str(read).startswith("HYBRID"):
+                notes.append("one replica on each node, as before, needs parallelism_config_dp_replicate_size: number of nodes")
+    return {**content, "fsdp_config": {**new, "fsdp_version": 2}}, notes
 
 
 def check_settings(settings: Settings) -> Settings:

@@ -18,7 +18,7 @@ from trainkit.strategy import Contents, Footprint, Held
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
 
-__all__ = ["PROCESSES", "MemoryEstimate", "Row", "estimate_contents"]
+__all__ = ["PROCESSES", "MemoryEstimate", "Row", "estimate_contents", "size_text"]
 
 PROCESSES = (1, 2, 4, 8)
 _NOT_IN_IT = (
@@ -279,7 +279,7 @@ def _below(estimate: MemoryEstimate, scale: int, unit: str) -> Iterator[str]:
         yield "The columns up to 'a device' are device memory; '+ host' is the host memory of the process."
     first = "Each process except in stage 3" if estimate.late else "Each process"
     advice = "" if estimate.late else " Stage 3 does not need this if configure_model builds the layers."
-    yield f"{first} starts with the whole module in host memory, {_size(estimate.start)}, which must fit too.{advice}"
+    yield f"{first} starts with the whole module in host memory, {size_text(estimate.start)}, which must fit too.{advice}"
     yield "While a checkpoint is written in the background, each process keeps a copy of its part in host memory."
     if estimate.untraced:
         yield f"Activations are not included: {estimate.untraced}"
@@ -291,9 +291,9 @@ def _below(estimate: MemoryEstimate, scale: int, unit: str) -> Iterator[str]:
         )
         yield f"Not included: {_NOT_IN_IT}"
     yield from estimate.notes
-    limits = f"{_size(estimate.host_memory)} a node"
+    limits = f"{size_text(estimate.host_memory)} a node"
     if estimate.on_cpu or estimate.device_memory is not None:
-        limits = limits if estimate.on_cpu else f"{_size(estimate.device_memory or 0)} a device and {limits}"
+        limits = limits if estimate.on_cpu else f"{size_text(estimate.device_memory or 0)} a device and {limits}"
         smallest = estimate.smallest
         processes = "" if smallest is None else f", {quantity(smallest.processes, 'process')}"
         yield f"Smallest that fits in {limits}: {_named(smallest)}{processes}"
@@ -312,6 +312,7 @@ def _unit(values: Sequence[int]) -> tuple[int, str]:
     return (2**30, "GiB") if largest >= 2**30 else (2**20, "MiB") if largest >= 2**20 else (2**10, "KiB")
 
 
-def _size(value: int) -> str:
+def size_text(value: int) -> str:
+    """Bytes as text, such as 1.5 GiB."""
     scale, unit = _unit([value])
     return f"{value / scale:.1f} {unit}"
