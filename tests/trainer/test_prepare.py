@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainkit import Accelerator, CombinedLoader, Precision, Strategy
+from trainkit import Accelerator, CombinedLoader, Precision, Strategy, skip_first_batches
 from trainkit.data import PreparedLoader
 from trainkit.errors import ConfigurationError, DataError, UnsupportedArgumentError
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
@@ -74,30 +74,48 @@ def test_an_optimizer_made_before_stays_valid(precision: str) -> None:
     assert model.weight is optimizer.param_groups[0]["params"][0]
 
 
-def test_nothing_is_prepared_twice() -> None:
+def test_what_is_prepared_is_returned() -> None:
     engine, model = accelerator(), nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     prepared = engine.prepare(model, optimizer, loader(), scheduler)
-    for item in (*prepared, optimizer):
-        with pytest.raises(
-            ConfigurationError, match=r"prepare: argument 1 \(\w+\) has been prepared already.*use what prepare"
-        ):
-            engine.prepare(loader(), item)
-    with pytest.raises(ConfigurationError, match=r"prepare: argument 1 \(Linear\) has been prepared already"):
-        accelerator().prepare(model, model)
-    for name, item in (("DataLoader", loader()), ("StepLR", torch.optim.lr_scheduler.StepLR(optimizer, 1))):
-        engine = accelerator()
-        engine.prepare(item)
-        with pytest.raises(ConfigurationError, match=rf"prepare: argument 0 \({name}\) has been prepared already"):
-            engine.prepare(item)
-        engine.free_memory()
-        engine.prepare(item)
+    assert all(one is two for one, two in zip(engine.prepare(*prepared), prepared, strict=True))
+    again = engine.prepare(optimizer, scheduler, model)
+    assert all(one is prepared[place] for one, place in zip(again, (1, 3, 0), strict=True))
+    assert (len(engine.optimizers), len(engine.schedulers), len(engine.loaders)) == (1, 1, 1)
+    skipping = skip_first_batches(prepared[2], 1)
+    assert engine.prepare(skipping) is skipping
+    with pytest.raises(ConfigurationError, match=r"batch_weight=\) needs a loader that is not prepared yet"):
+        engine.prepare(prepared[2], batch_weight=len)
+    engine.free_memory()
+    with pytest.raises(ConfigurationError, match=r"argument 1 \(PreparedOptimizer\) has been prepared by another Accelerator"):
+        accelerator().prepare(model, prepared[1])
+    again = accelerator().prepare(model, model, optimizer, optimizer)
+    assert (again[0], again[2]) == (again[1], again[3])
     engine = accelerator(precision="bf16-mixed")
     wrapped = engine.prepare(model)
-    for item in (wrapped, model):
-        with pytest.raises(ConfigurationError, match="has been prepared already"):
-            engine.prepare(item)
+    assert wrapped is not model
+    assert all(engine.prepare(item) is wrapped for item in (wrapped, model))
+
+
+def test_a_model_for_evaluation_is_not_trained() -> None:
+    engine, model = accelerator(precision="bf16-mixed"), nn.Linear(2, 1)
+    wrapped = engine.prepare_model(model, evaluation_mode=True)
+    assert engine.prepare_model(wrapped, evaluation_mode=True) is wrapped
+    with pytest.raises(ConfigurationError, match=r"the Linear was prepared with evaluation_mode=True.*prepare_model\(model\)"):
+        engine.prepare(model)
+
+
+def test_a_loader_that_is_given_twice_is_two_loaders() -> None:
+    source = DataLoader(range(8), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    engine = accelerator()
+    first, second = engine.prepare(source, source)
+    assert first is not second
+    pairs = [(one.tolist(), two.tolist()) for one, two in zip(first, second, strict=True)]
+    orders = [[number for batch in order for number in batch] for order in zip(*pairs, strict=True)]
+    assert sorted(orders[0]) == sorted(orders[1]) == list(range(8))
+    assert orders[0] != orders[1]
+    engine.free_memory()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from trainkit import Accelerator, seed_everything
-from trainkit.errors import ConfigurationError
 from trainkit.strategy import Strategy
 
 EPOCHS = 2
@@ -163,11 +162,11 @@ def alone() -> int:
 
 
 @pytest.mark.world_size(2)
-def test_a_model_is_prepared_once() -> None:
+def test_a_model_is_wrapped_once() -> None:
     accelerator, model = Accelerator(), torch.nn.Linear(2, 2)
-    accelerator.prepare(model)
-    with pytest.raises(ConfigurationError, match=r"argument 0 \(Linear\) has been prepared already"):
-        accelerator.prepare(model)
+    prepared = accelerator.prepare(model)
+    assert prepared is not model
+    assert accelerator.prepare(model) is accelerator.prepare(prepared) is prepared
 
 
 def test_worlds_can_fail() -> None:

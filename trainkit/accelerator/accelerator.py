@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from trainkit.accelerator.checkpointing import PARTS, Checkpointing, NumberedCheckpoints, Saving, refuse_pickle
 from trainkit.accelerator.gradients import AccumulationState, CallWindow, Gradients, StepChecks, parameters_of, plain_verbs
 from trainkit.accelerator.options import Options, check_steps, resolve
-from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, is_loader, skip_first_batches
+from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, SkippedLoader, is_loader, skip_first_batches
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import Gathering, only_where, remember, run_first, share_of
 from trainkit.accelerator.state_hooks import LoadHook, SaveHook
@@ -406,8 +406,11 @@ class Accelerator:
         A prepared loader yields its batches on the device, in an order and with random numbers that depend only on the seed
         and the epoch. A model is moved in place, so that an optimizer made before stays valid.
 
+        What is prepared already is returned as it was. A `DataLoader` that is passed twice gives two loaders, each of which
+        has an order of its own.
+
         Args:
-            *objects: The objects, in any order, each once. `None` stays `None`.
+            *objects: The objects, in any order. `None` stays `None`.
             device_placement: For each object, whether to move it to the device. Default: as in `Accelerator`.
             batch_weight: A function of a batch (on the CPU) that returns its weight in its accumulation window: a float ≥
                 0, such as the number of tokens in the loss. For the first loader here. Default: the number of samples.
@@ -416,7 +419,7 @@ class Accelerator:
             The prepared object, or a tuple of them in the order of `objects`.
 
         Raises:
-            ConfigurationError: An object is none of these, or is already prepared.
+            ConfigurationError: An object is none of these, or was prepared by another accelerator.
         """
         return self._prepare(objects, device_placement, batch_weight)
 
@@ -424,13 +427,13 @@ class Accelerator:
         """Prepare a model, as `prepare` does.
 
         Args:
-            model: The model, not prepared yet.
+            model: The model; one that is prepared is returned as it is.
             device_placement: Whether to move it to the device. Default: as in `Accelerator`.
             evaluation_mode: The model is not trained: it is moved, computes in the precision of the run and is compiled,
                 but no wrapper exchanges gradients. Call `model.eval()` yourself.
 
         Raises:
-            ConfigurationError: It is not a model, or already prepared.
+            ConfigurationError: It is not a model, or was prepared with `evaluation_mode` and is to be trained now.
             UnsupportedArgumentError: `evaluation_mode` under a strategy that shards parameters or optimizer state.
         """
         strategy = self.strategy
@@ -446,11 +449,11 @@ class Accelerator:
         """Prepare an optimizer, as `prepare` does.
 
         Args:
-            optimizer: The optimizer, not prepared yet.
+            optimizer: The optimizer; one that is prepared is returned as it is.
             device_placement: No effect: an optimizer keeps its state on the device of its parameters.
 
         Raises:
-            ConfigurationError: It is not an optimizer, or already prepared.
+            ConfigurationError: It is not an optimizer, or was prepared by another accelerator.
         """
         return self._prepare_as(Optimizer, optimizer, device_placement)
 
@@ -528,31 +531,39 @@ class Accelerator:
         evaluation: bool = False,
     ) -> Any:
         placed = self._placements(objects, device_placement)
-        self._check_objects(objects, placed)
-        sources = {place: self._loaders.source(item) for place, item in enumerate(objects) if is_loader(item, place)}
+        known = {place: self._find_prepared(item, evaluation) for place, item in enumerate(objects)}
+        prepared = {place: ready for place, ready in known.items() if ready is not None}
+        new = {place: item for place, item in enumerate(objects) if place not in prepared}
+        self._check_new(new, placed)
+        sources = {place: self._loaders.source(item) for place, item in new.items() if is_loader(item, place)}
         if batch_weight is not None and not sources:
-            raise ConfigurationError("prepare(batch_weight=) needs a loader: prepare(model, loader, batch_weight=...)")
+            raise ConfigurationError(
+                "prepare(batch_weight=) needs a loader that is not prepared yet: prepare(model, loader, batch_weight=...)"
+            )
         self._checkpointing.agree_on_run()  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
-        prepared = self._prepare_models(objects, evaluation)  # first: an optimizer is prepared for a model on its device
-        prepared |= {place: self._prepare_optimizer(o) for place, o in enumerate(objects) if isinstance(o, Optimizer)}
+        prepared |= self._prepare_models(new, evaluation)  # first: an optimizer is prepared for a model on its device
+        for place, item in new.items():
+            if isinstance(item, Optimizer):
+                prepared[place] = self._find_prepared(item) or self._prepare_optimizer(item)
         self._step_checks.note_prepared(self.optimizers)
         for place, source in sources.items():
             prepared[place] = self._loaders.prepare_source(
                 objects[place], source, placed[place], weigh=batch_weight, reader=self.open_loaders
             )
             batch_weight = None
-        for place, item in enumerate(objects):
+        for place, item in new.items():
             if place not in prepared:
-                prepared[place] = None if item is None else self._prepare_scheduler(item)
+                prepared[place] = None if item is None else self._find_prepared(item) or self._prepare_scheduler(item)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
 
-    def _prepare_models(self, objects: Sequence[Any], evaluation: bool) -> dict[int, Any]:
+    def _prepare_models(self, objects: Mapping[int, Any], evaluation: bool) -> dict[int, Any]:
         """The prepared models by their place among the objects."""
         prepared: dict[int, Any] = {}
-        for place, item in enumerate(objects):
+        for place, item in objects.items():
             if isinstance(item, nn.Module):
-                prepared[place] = self._models.prepare(item, evaluation)
+                known = self._models.find(item, evaluation)  # It may occur twice among the objects.
+                prepared[place] = self._models.prepare(item, evaluation) if known is None else known
         if prepared:
             for loader in self._prepared.loaders:
                 loader.generators = self.strategy.generators()  # The models may be on several devices.
@@ -568,24 +579,31 @@ class Accelerator:
             )
         return [self.options.device_placement if value is None else bool(value) for value in placed]
 
-    def _check_objects(self, objects: Sequence[Any], placed: Sequence[bool]) -> None:
-        """Refuse objects that have been prepared, or a model on another device that is not moved."""
-        for place, item in enumerate(objects):
-            if self._is_prepared(item) or any(item is other for other in objects[:place]):
+    def _check_new(self, objects: Mapping[int, Any], placed: Sequence[bool]) -> None:
+        """Refuse what another accelerator has prepared, and a model on another device that is not moved."""
+        for place, item in objects.items():
+            if isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | PrecisionWrapper):
                 raise ConfigurationError(
-                    f"prepare: argument {place} ({type(item).__name__}) has been prepared already. Prepare each object once "
-                    "and use what prepare returned."
+                    f"prepare: argument {place} ({type(item).__name__}) has been prepared by another Accelerator, or before "
+                    "free_memory. Pass the object that it was made from."
                 )
-        for item, moved in zip(objects, placed, strict=True):
-            if isinstance(item, nn.Module) and not moved:
+            if isinstance(item, nn.Module) and not placed[place]:
                 self._models.check_device(item)
 
-    def _is_prepared(self, item: Any) -> bool:
-        if isinstance(item, PreparedLoader | PreparedOptimizer | PreparedScheduler | PrecisionWrapper):
-            return True
-        originals = [*self._models.originals, *self.optimizers, *self.schedulers]
-        sources = [loader.given_source for loader in self._prepared.loaders]
-        return any(item is one for one in (*self._models.wrapped, *originals, *sources))
+    def _find_prepared(self, item: Any, evaluation: bool = False) -> Any:
+        """What `prepare` has returned for an object, given that or the object; `None`: it is not prepared.
+
+        A loader of the user's is prepared as often as it is passed: each one is read by itself, as in Accelerate.
+        """
+        if isinstance(item, nn.Module):
+            return self._models.find(item, evaluation)
+        if isinstance(item, SkippedLoader):
+            return item if self._find_prepared(item.loader) is not None else None
+        objects = self._prepared
+        sources: Any = [(one, one.optimizer) for one in objects.optimizers]
+        sources += [(one, one.scheduler) for one in objects.schedulers]
+        sources += [(one, one) for one in objects.loaders]
+        return next((one for one, source in sources if item is one or item is source), None)
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         models = self._models.wrapped

@@ -153,6 +153,7 @@ class PreparedModels:
         originals: The user's own, without wrappers.
         wrapped: As the strategy has wrapped them.
         returned: What `prepare` has returned, by id.
+        evaluated: Those of the user's own that are not trained.
         recomputed: The modules whose activations are recomputed.
         compiled: The modules that are compiled.
     """
@@ -163,6 +164,7 @@ class PreparedModels:
         self.originals = originals
         self.wrapped: list[nn.Module] = []
         self.returned: dict[int, nn.Module] = {}
+        self.evaluated: list[nn.Module] = []
         self.recomputed: list[CheckpointedModules] = []
         self.compiled = CompiledModules()
 
@@ -177,10 +179,30 @@ class PreparedModels:
         wrapped = wrapped if evaluation else strategy.wrap(wrapped)
         self.wrapped.append(wrapped)
         self.originals.append(user_model(wrapped, strategy))
+        if evaluation:
+            self.evaluated.append(self.originals[-1])
         autocast = {} if options.autocast is None else vars(options.autocast)
         returned = wrapped if strategy.precision.plain else PrecisionWrapper(wrapped, strategy.precision, **autocast)
         self.returned[id(returned)] = returned
         return returned
+
+    def find(self, model: nn.Module, evaluation: bool) -> nn.Module | None:
+        """What `prepare` has returned for a model, given that or the model; `None`: it is not prepared.
+
+        Raises:
+            ConfigurationError: It was prepared for evaluation, and now it is to be trained: no wrapper would exchange its
+                gradients.
+        """
+        original = user_model(model, self._strategy)
+        place = next((place for place, one in enumerate(self.originals) if one is original), None)
+        if place is None:
+            return None
+        if not evaluation and any(one is original for one in self.evaluated):
+            raise ConfigurationError(
+                f"prepare: the {type(original).__name__} was prepared with evaluation_mode=True, so its gradients would not be "
+                "averaged over the processes. To train it: model = accelerator.prepare_model(model)"
+            )
+        return list(self.returned.values())[place]
 
     def check(self, verb: str, model: Any) -> None:
         """Refuse a model that was not prepared."""
@@ -201,7 +223,7 @@ class PreparedModels:
 
     def clear(self) -> None:
         """Release all models."""
-        for models in (self.originals, self.wrapped, self.returned):
+        for models in (self.originals, self.wrapped, self.returned, self.evaluated):
             models.clear()
 
 
