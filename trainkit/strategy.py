@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Protocol
@@ -183,6 +183,44 @@ class Strategy(Ranks):
     def configure_optimizers(self, module: Any) -> Any:
         """Return the result of the module's method of this name, checked and completed with the options of the strategy."""
         return module.configure_optimizers()
+
+    def create_optimizer(self, parameters: Sequence[Any], values: Mapping[str, Any]) -> Optimizer:
+        """Create the optimizer that the configuration of the strategy defines, in your own training loop.
+
+        Args:
+            parameters: Parameters, or groups of them.
+            values: Values for arguments that the configuration does not set.
+
+        Raises:
+            ConfigurationError: There is no such configuration.
+        """
+        raise ConfigurationError(
+            "DummyOptim stands for the optimizer that a DeepSpeed configuration defines, but this run has no such "
+            f"configuration: it uses {type(self).__name__}. Create the optimizer: torch.optim.AdamW(model.parameters(), "
+            "lr=1e-3)"
+        )
+
+    def create_scheduler(self, optimizer: Optimizer, values: Mapping[str, Any], make: Callable[[Optimizer], Any] | None) -> Any:
+        """Create the scheduler that the configuration of the strategy defines, in your own training loop.
+
+        Args:
+            optimizer: Its optimizer.
+            values: Values for arguments that the configuration leaves open.
+            make: Creates it, if no configuration does.
+
+        Raises:
+            ConfigurationError: There is neither such a configuration nor `make`.
+        """
+        if make is not None:
+            return make(optimizer)
+        raise ConfigurationError(
+            "DummyScheduler stands for the scheduler that a DeepSpeed configuration defines, but this run has no such "
+            f"configuration: it uses {type(self).__name__}. Create the scheduler, or pass a function that does: "
+            "DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: LinearLR(optimizer))"
+        )
+
+    def check_loop(self) -> None:
+        """Check, before the first step of your own training loop, that what the configuration defines was prepared."""
 
     def check_precision(self, precision: Precision | str | int) -> Precision:
         """Return the precision of a name, or the object.

@@ -51,6 +51,7 @@ from trainkit.config.kwargs_handlers import (
 )
 from trainkit.launch.notebook import notebook_launcher
 from trainkit.names import absent
+from trainkit.optim.placeholders import DummyOptim, DummyScheduler
 from trainkit.tuner.executable_batch_size import find_executable_batch_size, release_memory
 
 __all__ = [
@@ -61,6 +62,8 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "DynamoBackend",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",

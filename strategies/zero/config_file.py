@@ -490,7 +490,7 @@ class RunSettings:
         self._values = self._config.run_settings
         self._source = self._config.source
         self._offloaded = offloaded
-        self._has_trainer = self._takes_precedence = self._clipping_noticed = False
+        self._has_trainer = self._takes_precedence = self._clipping_noticed = self._has_scheduler = False
 
     @property
     def has_optimizer(self) -> bool:
@@ -590,9 +590,7 @@ class RunSettings:
             device: The device of the run.
         """
         in_module = is_overridden(module, "configure_optimizers", TrainModule)
-        returned = (
-            module.configure_optimizers() if in_module or not self.has_optimizer else self._make_optimizer(module, device)
-        )
+        returned = module.configure_optimizers() if in_module or not self.has_optimizer else self._optimizer_of(module, device)
         if self._config.scheduler is None and (not in_module or self._config.optimizer is None):
             return returned
         optimizers, schedulers = read_optimizers(returned, module, module.automatic_optimization)
@@ -609,18 +607,65 @@ class RunSettings:
                 f"{self._source} has the 'scheduler' {self._config.scheduler['type']!r}, but configure_optimizers also "
                 f"returned a {type(schedulers[0].scheduler).__name__}. Remove one of them."
             )
-        scheduler = self._make_scheduler(optimizers[0], module)
+        scheduler = self._make_scheduler(optimizers[0], lambda key: self._run_value(key, optimizers[0], module))
         return {"optimizer": optimizers[0], "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def create_optimizer(self, parameters: Sequence[Any], values: Mapping[str, Any], device: torch.device) -> Optimizer:
+        """See `trainkit.Strategy.create_optimizer`.
+
+        Raises:
+            ConfigurationError: The configuration has no section `optimizer`, or one that is wrong.
+        """
+        section = self._config.optimizer
+        if section is None:
+            raise ConfigurationError(
+                f"DummyOptim stands for the optimizer of the configuration, but {self._source} has no section 'optimizer'. Add "
+                'one, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}; or create the optimizer: '
+                "torch.optim.AdamW(model.parameters(), lr=1e-3)"
+            )
+        set_here = {name: value for name, value in section["params"].items() if value != AUTO}
+        return self._make_optimizer(parameters, {**values, **set_here}, device)
+
+    def create_scheduler(self, optimizer: Optimizer, values: Mapping[str, Any], make: Callable[[Optimizer], Any] | None) -> Any:
+        """See `trainkit.Strategy.create_scheduler`.
+
+        Raises:
+            ConfigurationError: The configuration has no section `scheduler` and there is no `make`, or both are there.
+        """
+        section = self._config.scheduler
+        if (section is None) == (make is None):
+            here = "no section" if section is None else "a section"
+            also = "without" if make is None else "also has an"
+            raise ConfigurationError(
+                f"{self._source} has {here} 'scheduler', and the DummyScheduler {also} lr_scheduler_callable. Define the "
+                'scheduler once: "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}} in the '
+                "configuration, or DummyScheduler(optimizer, lr_scheduler_callable=lambda optimizer: LinearLR(optimizer))"
+            )
+        self._has_scheduler = True
+        if section is None:
+            assert make is not None
+            return make(optimizer)
+        made = self._make_scheduler(optimizer, lambda key: self._given_value(key, values, optimizer))
+        taken = [f"{name}={value}" for name, value in values.items() if section["params"].get(name) == AUTO]
+        notice(f"created the scheduler of {self._source}: {', '.join([type(made).__name__, *taken])}.")
+        return made
+
+    def check_loop(self) -> None:
+        """Check that your own training loop has prepared the scheduler of the configuration.
+
+        Raises:
+            ConfigurationError: It has not.
+        """
+        if self._config.scheduler is not None and not self._has_scheduler:
+            raise ConfigurationError(
+                f"{self._source} has the 'scheduler' {self._config.scheduler['type']!r}, but your own training loop has not "
+                "prepared it. Write: from trainkit.utils import DummyScheduler; model, optimizer, loader, scheduler = "
+                "accelerator.prepare(model, optimizer, loader, DummyScheduler(optimizer)); or remove the section."
+            )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Compare the configuration with the user's optimizer."""
         section, kind = self._config.optimizer, type(optimizer).__name__
-        if self._config.scheduler is not None and not self._has_trainer:
-            raise ConfigurationError(
-                f"{self._source} has the 'scheduler' {self._config.scheduler['type']!r}, but your own training loop must "
-                "create it. Remove the section, and write: from deepspeed.runtime.lr_schedules import WarmupLR; "
-                "scheduler = accelerator.prepare(WarmupLR(optimizer))"
-            )
         if section is None:
             return
         names = _ADAMS if section["type"] in _ADAMS else (section["type"],)
@@ -667,17 +712,21 @@ class RunSettings:
             'same value in both, or set it to "auto" in the configuration.'
         )
 
-    def _make_optimizer(self, module: nn.Module, device: torch.device) -> Optimizer:
-        section = self._config.optimizer
-        assert section is not None
-        params = {name: value for name, value in section["params"].items() if value != AUTO}
+    def _optimizer_of(self, module: nn.Module, device: torch.device) -> Optimizer:
+        """The optimizer of the configuration for a module that creates none."""
+        assert self._config.optimizer is not None
+        params = {name: value for name, value in self._config.optimizer["params"].items() if value != AUTO}
         if "lr" not in params:
             raise ConfigurationError(
                 f"{self._source}: the optimizer's 'lr' is missing or \"auto\", but the module has no configure_optimizers to "
                 "take it from. Set 'lr' to a number, or define configure_optimizers."
             )
+        return self._make_optimizer([one for one in module.parameters() if one.requires_grad], params, device)
+
+    def _make_optimizer(self, trained: Sequence[Any], params: dict[str, Any], device: torch.device) -> Optimizer:
+        section = self._config.optimizer
+        assert section is not None
         kind, more = self._optimizer_class(section["type"], params, device)
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         made = self._construct(kind, section["type"], trained, **more, **params)
         notice(f"created the optimizer of {self._source}: {type(made).__name__}, lr={params['lr']}.")
         return made  # type: ignore[no-any-return]
@@ -716,7 +765,8 @@ class RunSettings:
         load("FusedAdamBuilder", "fused_adam")
         return adams.FusedAdam, {"adam_w_mode": decoupled}
 
-    def _make_scheduler(self, optimizer: Optimizer, module: Any) -> Any:
+    def _make_scheduler(self, optimizer: Optimizer, value_of: Callable[[str], Any]) -> Any:
+        """The scheduler of the configuration; `value_of` returns the value of an option that is "auto"."""
         section = self._config.scheduler
         assert section is not None
         with quiet():
@@ -728,8 +778,18 @@ class RunSettings:
                 f"{self._source}: there is no scheduler {name!r}.{nearest(name, kinds)} Use a class of "
                 "torch.optim.lr_scheduler or deepspeed.runtime.lr_schedules."
             )
-        params = {key: self._run_value(key, optimizer, module) if v == AUTO else v for key, v in section["params"].items()}
+        params = {key: value_of(key) if value == AUTO else value for key, value in section["params"].items()}
         return self._construct(kinds[name], name, optimizer, **params)
+
+    def _given_value(self, key: str, values: Mapping[str, Any], optimizer: Optimizer) -> Any:
+        """Returns the value of a `DummyScheduler` for an "auto" option of the scheduler."""
+        known = {"warmup_min_lr": 0.0, "warmup_max_lr": optimizer.param_groups[0]["lr"], **values}
+        if key not in known:
+            raise ConfigurationError(
+                f'{self._source}: the scheduler\'s {key!r} is "auto", but the DummyScheduler has no such value. Set it to a '
+                f"number{', or pass it: DummyScheduler(optimizer, total_num_steps=1000)' if key == 'total_num_steps' else ''}."
+            )
+        return known[key]
 
     def _run_value(self, key: str, optimizer: Optimizer, module: Any) -> Any:
         """Returns the run's value for an "auto" option of the scheduler."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -121,6 +121,15 @@ class ZeROStrategy(ProcessStrategy):
 
     def configure_optimizers(self, module: nn.Module) -> Any:
         return self.run_settings.configure_optimizers(module, self.device)
+
+    def create_optimizer(self, parameters: Sequence[Any], values: Mapping[str, Any]) -> Optimizer:
+        return self.run_settings.create_optimizer(parameters, values, self.device)
+
+    def create_scheduler(self, optimizer: Optimizer, values: Mapping[str, Any], make: Callable[[Optimizer], Any] | None) -> Any:
+        return self.run_settings.create_scheduler(optimizer, values, make)
+
+    def check_loop(self) -> None:
+        self.run_settings.check_loop()
 
     def building(self, pretrained: bool = False) -> AbstractContextManager[Any]:
         """See `trainkit.Strategy.building`; in stage 3 no process ever holds the full model."""

@@ -160,7 +160,7 @@ def test_what_projects_import_from_fabric() -> None:
         ),
         ("trainkit.utilities", "ModelSummary", "from trainkit.utilities.summary import ModelSummary"),
         ("trainkit.utils", "gather", None),
-        ("trainkit.utils", "DummyOptim", ADVICE["trainkit"]["DummyOptim"]),
+        ("trainkit.utils", "HfDeepSpeedConfig", ADVICE["trainkit"]["HfDeepSpeedConfig"]),
         ("trainkit", "merge_dicts", "{**first, **second}"),
         ("trainkit", "nonsense", None),
         ("trainkit.callbacks", "EarlyStopping", None),

@@ -45,6 +45,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError, nearest
 from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import advice, refuse_unknown
+from trainkit.optim.placeholders import replace_placeholders
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.paths import local_path
 from trainkit.precision import MIXED, OVER_MASTERS
@@ -531,8 +532,9 @@ class Accelerator:
         evaluation: bool = False,
     ) -> Any:
         placed = self._placements(objects, device_placement)
-        known = {place: self._find_prepared(item, evaluation) for place, item in enumerate(objects)}
-        prepared = {place: ready for place, ready in known.items() if ready is not None}
+        parts = 1 if self.options.split_batches else self.num_processes
+        objects, configured = replace_placeholders(objects, self.strategy, parts)
+        prepared = self._all_prepared(objects, evaluation)
         new = {place: item for place, item in enumerate(objects) if place not in prepared}
         self._check_new(new, placed)
         sources = {place: self._loaders.source(item) for place, item in new.items() if is_loader(item, place)}
@@ -543,18 +545,14 @@ class Accelerator:
         self._checkpointing.agree_on_run()  # errors in the arguments have been raised, and nothing has been changed
         self._begin_watching()
         prepared |= self._prepare_models(new, evaluation)  # first: an optimizer is prepared for a model on its device
-        for place, item in new.items():
-            if isinstance(item, Optimizer):
-                prepared[place] = self._find_prepared(item) or self._prepare_optimizer(item)
-        self._step_checks.note_prepared(self.optimizers)
+        prepared |= self._prepare_optimizers(new)
         for place, source in sources.items():
             prepared[place] = self._loaders.prepare_source(
                 objects[place], source, placed[place], weigh=batch_weight, reader=self.open_loaders
             )
             batch_weight = None
-        for place, item in new.items():
-            if place not in prepared:
-                prepared[place] = None if item is None else self._find_prepared(item) or self._prepare_scheduler(item)
+        for place in sorted(new.keys() - prepared.keys()):
+            prepared[place] = self._prepare_scheduler(new[place], place in configured)
         return prepared[0] if len(objects) == 1 else tuple(prepared[place] for place in range(len(objects)))
 
     def _prepare_models(self, objects: Mapping[int, Any], evaluation: bool) -> dict[int, Any]:
@@ -590,6 +588,11 @@ class Accelerator:
             if isinstance(item, nn.Module) and not placed[place]:
                 self._models.check_device(item)
 
+    def _all_prepared(self, objects: Sequence[Any], evaluation: bool) -> dict[int, Any]:
+        """What `prepare` has returned earlier for some of the objects, by their place."""
+        known = {place: self._find_prepared(item, evaluation) for place, item in enumerate(objects)}
+        return {place: ready for place, ready in known.items() if ready is not None}
+
     def _find_prepared(self, item: Any, evaluation: bool = False) -> Any:
         """What `prepare` has returned for an object, given that or the object; `None`: it is not prepared.
 
@@ -605,6 +608,15 @@ class Accelerator:
         sources += [(one, one) for one in objects.loaders]
         return next((one for one, source in sources if item is one or item is source), None)
 
+    def _prepare_optimizers(self, objects: Mapping[int, Any]) -> dict[int, Any]:
+        """The prepared optimizers by their place among the objects."""
+        prepared: dict[int, Any] = {}
+        for place, item in objects.items():
+            if isinstance(item, Optimizer):
+                prepared[place] = self._find_prepared(item) or self._prepare_optimizer(item)  # It may occur twice.
+        self._step_checks.note_prepared(self.optimizers)
+        return prepared
+
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         models = self._models.wrapped
         prepared = PreparedOptimizer(self.strategy.prepare_optimizer(optimizer, models[-1] if models else None), self)
@@ -614,8 +626,11 @@ class Accelerator:
         self.strategy.precision.several_optimizers = len(self._prepared.optimizers) > 1
         return prepared
 
-    def _prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        prepared = PreparedScheduler(scheduler, self)
+    def _prepare_scheduler(self, scheduler: Any, once: bool) -> PreparedScheduler | None:
+        known = None if scheduler is None else self._find_prepared(scheduler)  # It may occur twice.
+        if known is not None or scheduler is None:
+            return known
+        prepared = PreparedScheduler(scheduler, self, once)
         self._prepared.schedulers.append(prepared)
         return prepared
 
@@ -801,6 +816,7 @@ class Accelerator:
                 f"{verb}: an optimizer has been prepared but no model, so the gradients would not be averaged over the "
                 "processes. Prepare the model too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
+        self.strategy.check_loop()
         self._numbered.check()
         self._phase = LoopPhase.RUNNING
 

@@ -165,15 +165,21 @@ class PreparedScheduler:
     process would have; with `split_batches` it makes one step. With `step_scheduler_with_optimizer=False`, and for a scheduler
     that is not torch's, each call makes one step.
 
-    Attributes:
+    Args:
         scheduler: The user's scheduler.
+        accelerator: The accelerator.
+        once: It makes one step with each optimizer step, as DeepSpeed's schedules do.
+
+    Attributes:
+        scheduler: As above.
     """
 
-    def __init__(self, scheduler: Any, accelerator: Stepper) -> None:
+    def __init__(self, scheduler: Any, accelerator: Stepper, once: bool = False) -> None:
         self.scheduler = scheduler
         self._accelerator = accelerator
+        self._once = once
         # for a scheduler that is not torch's each call is one step, as in Accelerate
-        self._steps = accelerator.steps_of_scheduler if isinstance(scheduler, LRScheduler) else 0
+        self._steps = int(once) or (accelerator.steps_of_scheduler if isinstance(scheduler, LRScheduler) else 0)
         # Both lengths are the same, or each call is one step.
         self._checked = self._steps in (0, 1)
         self._steps_after_end = 0
@@ -184,7 +190,7 @@ class PreparedScheduler:
         return getattr(self.scheduler, name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedScheduler:
-        return PreparedScheduler(copy.deepcopy(self.scheduler, memo), self._accelerator)
+        return PreparedScheduler(copy.deepcopy(self.scheduler, memo), self._accelerator, self._once)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Make the steps of the schedule that belong to the last optimizer step, if any."""

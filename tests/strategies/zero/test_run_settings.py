@@ -17,7 +17,7 @@ from trainkit import Accelerator, Callback, Trainer, TrainModule
 from trainkit.errors import ConfigurationError, MissingMethodError
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.config_file import RunSettings, read_config
-from trainkit.utils import DeepSpeedPlugin
+from trainkit.utils import DeepSpeedPlugin, DummyOptim, DummyScheduler
 
 CLIP = {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.05}
 ADAM = {"type": "Adam", "params": {"lr": 0.01, "betas": [0.9, 0.98]}}
@@ -405,11 +405,104 @@ def test_a_training_loop_is_clipped_by_the_configuration() -> None:
         (config(gradient_accumulation_steps=2), "2, but the run has 1 micro-batches per optimizer step"),
         (config(train_micro_batch_size_per_gpu=8), "8, but the run has the loader's batch_size=2"),
         (config(optimizer=ADAM), "has the 'optimizer' 'Adam', but the run has SGD"),
-        (config(scheduler=WARMUP), "has the 'scheduler' 'WarmupLR', but your own training loop must create it"),
+        (config(scheduler=WARMUP), "has the 'scheduler' 'WarmupLR', but your own training loop has not prepared it. Write:"),
     ],
 )
 def test_contradictions_to_a_training_loop(told: Any, message: str) -> None:
     assert message in run_world(1, refused, told, None)[0]
+
+
+def by_placeholders(placeholders: bool) -> tuple[list[float], list[float], str]:
+    """Losses and learning rates of a loop, and the optimizer, of a configuration or created by the loop itself."""
+    from deepspeed.runtime.lr_schedules import WarmupDecayLR
+
+    trainkit.seed_everything(5)
+    params = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
+    told = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "eps": 1e-6}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {**params, "warmup_type": "linear"}},
+        "gradient_accumulation_steps": "auto",
+    }
+    plugin = DeepSpeedPlugin(config(3, **(told if placeholders else {})))
+    accelerator = Accelerator(deepspeed_plugin=plugin, cpu=True, gradient_accumulation_steps=2)
+    net = RegressionModule().net
+    groups = [
+        {"params": [net[0].weight], "weight_decay": 0.0},
+        {"params": [p for p in net.parameters() if p is not net[0].weight]},
+    ]
+    optimizer: Any
+    if placeholders:
+        optimizer = DummyOptim(groups, lr=0.05, weight_decay=0.1)
+        scheduler: Any = DummyScheduler(optimizer, total_num_steps=9, warmup_num_steps=2)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=0.05, weight_decay=0.1, eps=1e-6)
+        total = -(-9 // accelerator.num_processes)
+        scheduler = DummyScheduler(
+            optimizer, lr_scheduler_callable=lambda one: WarmupDecayLR(one, total, 0.0, 0.05, 2, warmup_type="linear")
+        )
+    model, prepared, loader, schedule = accelerator.prepare(net, optimizer, DataLoader(Noisy(32), 2), scheduler)
+    assert accelerator.prepare(optimizer, scheduler) == (prepared, schedule)
+    losses, rates = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = (model(batch["x"].float()) - batch["y"].float()).square().mean()
+            accelerator.backward(loss)
+            rates.append(prepared.param_groups[0]["lr"])
+            prepared.step()
+            schedule.step()
+            prepared.zero_grad()
+        losses.append(loss.item())
+    return losses, rates, type(prepared.optimizer).__name__
+
+
+def test_a_training_loop_with_the_optimizer_and_the_scheduler_of_the_configuration() -> None:
+    """The same as if the loop had created both. The schedule advances once with each optimizer step, on any number of ranks."""
+    for size in (1, 2):
+        mine, other = run_world(size, by_placeholders, True)[0], run_world(size, by_placeholders, False)[0]
+        assert mine == other
+        assert mine[2] == "AdamW"
+        assert max(mine[1]) == pytest.approx(0.05)
+        assert mine[1][::2] == mine[1][1::2], "it advances when the window is full"
+
+
+def test_what_a_placeholder_adds_to_the_configuration() -> None:
+    """The configuration's values count; what is missing there or "auto" is the placeholder's."""
+    weight, told = torch.nn.Parameter(torch.ones(1)), {"type": "AdamW", "params": {"lr": 0.5, "eps": "auto"}}
+    strategy = ZeROStrategy(config=config(optimizer=told), device="cpu")
+    made = DummyOptim([weight], lr=0.1, betas=(0.5, 0.6), eps=1e-3).create(strategy)
+    assert isinstance(made, torch.optim.AdamW)
+    assert {name: made.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")} == {
+        "lr": 0.5, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.0
+    }  # fmt: skip
+
+
+def test_placeholders_without_a_configuration() -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer, torchs = DummyOptim([weight]), torch.optim.SGD([weight], lr=0.1)
+    plain = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match="no such configuration: it uses Strategy. Create the optimizer"):
+        plain.prepare(optimizer)
+    with pytest.raises(ConfigurationError, match="no such configuration: it uses Strategy. Create the scheduler"):
+        plain.prepare(torchs, DummyScheduler(torchs))
+    with pytest.raises(ConfigurationError, match="a DummyScheduler was passed without its DummyOptim"):
+        plain.prepare(DummyScheduler(optimizer))
+    halved = DummyScheduler(torchs, lr_scheduler_callable=lambda one: torch.optim.lr_scheduler.ConstantLR(one, 0.5))
+    assert plain.prepare(torchs, halved)[1].get_last_lr() == [0.05]
+
+    def prepare(told: dict[str, Any], *objects: Any) -> None:
+        Accelerator(strategy=ZeROStrategy(config=told, device="cpu")).prepare(*objects)
+
+    with pytest.raises(ConfigurationError, match=r"but config has no section 'optimizer'\. Add one"):
+        prepare(config(), optimizer)
+    with pytest.raises(ConfigurationError, match="config has no section 'scheduler', and the DummyScheduler without"):
+        prepare(config(), torchs, DummyScheduler(torchs))
+    with pytest.raises(
+        ConfigurationError, match="has a section 'scheduler', and the DummyScheduler also has an lr_scheduler_c"
+    ):
+        prepare(config(scheduler=WARMUP), torchs, DummyScheduler(torchs, lr_scheduler_callable=lambda one: one))
+    total = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    with pytest.raises(ConfigurationError, match=r"'total_num_steps' is \"auto\", but the DummyScheduler has no such value"):
+        prepare(config(scheduler=total), torchs, DummyScheduler(torchs))
 
 
 def test_the_plan_uses_the_optimizer_of_the_configuration() -> None:
