@@ -116,7 +116,8 @@ def test_every_argument_is_taken_or_refused_with_the_replacement() -> None:
     assert absent == ["torch_tp_plugin", "deepspeed_plugins"]
     for name in absent:
         with pytest.raises(UnsupportedArgumentError, match=rf"Accelerator\({name}=...\): .*=") as error:
-            Accelerator(cpu=True, **{name: None})
+            Accelerator(cpu=True, **{name: 1})
+        assert Accelerator(cpu=True, **{name: None}).num_processes == 1
         assert any(use in str(error.value) for use in ("ParallelismConfig(tp_size=", "deepspeed_plugin="))
     by_place = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert by_place == ARGUMENTS[: len(by_place)], "by position an argument means what it means there"

@@ -259,6 +259,11 @@ class Strategy(Ranks):
         self.precision = chosen
         self._precision_was_given = self._precision_was_given or given
 
+    @property
+    def mesh(self) -> Any:
+        """The device mesh of a strategy that shards over one; `None` without one."""
+        return None
+
     def generators(self) -> tuple[torch.Generator, ...]:
         """The random generators of the devices, which are seeded together with the CPU's."""
         return tuple(one for device in self.placed_on or (self.device,) for one in generators_of(device))

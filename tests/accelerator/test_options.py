@@ -85,7 +85,7 @@ def test_where_it_runs() -> None:
         ConfigurationError, strategy="ddp", deepspeed_plugin=_plugin(zero_stage=2)
     )
     assert "strategy='fsdp'" in refused(UnsupportedArgumentError, megatron_lm_plugin=object())
-    assert "ParallelismConfig(tp_size=" in refused(UnsupportedArgumentError, torch_tp_plugin=None)
+    assert "ParallelismConfig(tp_size=" in refused(UnsupportedArgumentError, torch_tp_plugin=object())
     assert "must be a DeepSpeedPlugin, not 3" in refused(ConfigurationError, deepspeed_plugin=3)
 
 
@@ -203,9 +203,9 @@ def test_options_of_ddp_count_for_nothing_on_one_process() -> None:
 
 def test_how_loaders_are_sharded() -> None:
     accelerator = Accelerator(cpu=True)
-    assert (accelerator.split_batches, accelerator.options.even_batches) == (False, True)
+    assert (accelerator.split_batches, accelerator.even_batches) == (False, True)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, even_batches=False))
-    assert (accelerator.split_batches, accelerator.options.even_batches) == (True, False)
+    assert (accelerator.split_batches, accelerator.even_batches) == (True, False)
     text = refused(ConfigurationError, dataloader_config=DataLoaderConfiguration(), split_batches=True)
     assert "dataloader_config and split_batches were given" in text
     assert "each process reads its own batches" in refused(UnsupportedArgumentError, dispatch_batches=True)
@@ -245,9 +245,27 @@ def test_trackers(tmp_path: Path) -> None:
 
 def test_generators_need_no_telling() -> None:
     """`rng_types` is accepted and has no effect; unknown names are errors."""
-    assert Accelerator(cpu=True, rng_types=["torch", "cuda", "generator"]).num_processes == 1
-    text = refused(ConfigurationError, rng_types=["numpy"])
-    assert "rng_types must be some of torch, cuda, xla, generator, not 'numpy'" in text
+    assert Accelerator(cpu=True, rng_types=["torch", "cuda", "generator", "python", "numpy"]).num_processes == 1
+    text = refused(ConfigurationError, rng_types=["numpi"])
+    assert "rng_types must be some of torch, cuda, xla, generator, python, numpy, hpu" in text
+
+
+def test_none_means_the_default() -> None:
+    names = [name for name in NAMES if name not in ("device_placement", "step_scheduler_with_optimizer")]
+    accelerator = Accelerator(**dict.fromkeys(names))
+    assert (accelerator.device.type, accelerator.gradient_accumulation_steps, accelerator.mixed_precision) == ("cpu", 1, "no")
+
+
+def test_how_loaders_are_sharded_can_be_read_and_changed() -> None:
+    given = DataLoaderConfiguration(split_batches=True, use_stateful_dataloader=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=given)
+    assert accelerator.dataloader_config is given
+    assert (accelerator.split_batches, accelerator.even_batches) == (True, True)
+    accelerator.dataloader_config.even_batches = False
+    assert not accelerator.even_batches
+    accelerator.even_batches = True
+    assert given.even_batches
+    assert Accelerator(cpu=True, split_batches=True).dataloader_config == DataLoaderConfiguration(split_batches=True)
 
 
 def test_handlers() -> None:
@@ -409,14 +427,14 @@ EFFECTS: dict[str, tuple[Any, Callable[[Accelerator], Any] | str]] = {
     "deepspeed_plugin": (3, "must be a DeepSpeedPlugin"),
     "fsdp_plugin": (3, "must be a FullyShardedDataParallelPlugin, not 3: from trainkit.utils import"),
     "megatron_lm_plugin": (object(), "strategy='fsdp'"),
-    "rng_types": (["dice"], "must be some of torch, cuda, xla, generator, not 'dice'"),
+    "rng_types": (["dice"], "must be some of torch, cuda, xla, generator, python"),
     "log_with": ("no_tracker", "no_tracker"),
     "project_dir": ("there", lambda a: a.project_dir),
     "project_config": (ProjectConfiguration("there"), lambda a: a.project_dir),
     "gradient_accumulation_plugin": (GradientAccumulationPlugin(4), lambda a: a.gradient_accumulation_steps),
     "dispatch_batches": (True, "each process reads its own batches"),
     "even_batches": (False, lambda a: a.even_batches),
-    "use_seedable_sampler": (False, lambda a: a.options.even_batches),  # documented to have no effect
+    "use_seedable_sampler": (False, lambda a: a.even_batches),  # documented to have no effect
     "step_scheduler_with_optimizer": (False, lambda a: a.steps_of_scheduler),
     "kwargs_handlers": ([AutocastKwargs(cache_enabled=False)], lambda a: a.options.autocast),
     "dynamo_backend": ("eager", lambda a: a.options.compile),

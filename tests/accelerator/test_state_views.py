@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 from weakref import WeakValueDictionary
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import trainkit
 import trainkit.state
 from trainkit import Accelerator, AcceleratorState, PartialState
 from trainkit.accelerator import processes
-from trainkit.config.kwargs_handlers import DistributedType
-from trainkit.errors import ConfigurationError
+from trainkit.config.kwargs_handlers import DistributedType, DynamoBackend
+from trainkit.errors import ConfigurationError, DataError, UnsupportedArgumentError
+from trainkit.state import GradientState
 from trainkit.strategies import ZeROStrategy
+from trainkit.utils import (
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +67,70 @@ def test_a_state_is_a_view_of_the_accelerator() -> None:
     assert {"mixed_precision", "wait_for_everyone", "backend"} <= set(dir(state))
     with pytest.raises(ConfigurationError, match=r"the run has 'bf16'\. Choose it once: Accelerator\(mixed_precision='fp16'\)"):
         AcceleratorState(mixed_precision="fp16")
+
+
+def test_what_accelerate_keeps_in_its_state_and_has_off() -> None:
+    state = Accelerator(cpu=True).state
+    assert (state.device_mesh, state.parallelism_config, state.dynamo_plugin.backend) == (None, None, DynamoBackend.NO)
+    plugin = TorchDynamoPlugin(backend="eager", dynamic=True, use_regional_compilation=False)
+    state = Accelerator(cpu=True, dynamo_plugin=plugin).state
+    assert (state.dynamo_plugin.backend, state.dynamo_plugin.dynamic) == (DynamoBackend.EAGER, True)
+    assert state.dynamo_plugin.use_regional_compilation is False
+    assert Accelerator(cpu=True, dynamo_backend="eager").state.dynamo_plugin == TorchDynamoPlugin(backend=DynamoBackend.EAGER)
+
+
+@pytest.mark.world_size(2)
+def test_the_state_of_fsdp() -> None:
+    accelerator = Accelerator(
+        fsdp_plugin=FullyShardedDataParallelPlugin(), parallelism_config=ParallelismConfig(dp_shard_size=2)
+    )
+    assert accelerator.state.parallelism_config is accelerator.parallelism_config
+    assert accelerator.state.parallelism_config.dp_shard_size == 2
+    assert accelerator.state.device_mesh.size() == 2
+
+
+def members(state: GradientState) -> tuple[Any, ...]:
+    return state.in_dataloader, state.end_of_dataloader, state.remainder, state.sync_gradients
+
+
+def test_the_state_of_the_accumulation_window() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    state = accelerator.gradient_state
+    model = nn.Linear(1, 1)
+    loaders: Any = (DataLoader(torch.ones(10, 1), batch_size=4), DataLoader(torch.ones(4, 1), batch_size=2))
+    model, loader, inner = accelerator.prepare(model, *loaders)
+    assert (state.num_steps, state.plugin_kwargs, members(state)) == (2, {"num_steps": 2}, (False, False, -1, True))
+    assert (state.initialized, state.adjust_scheduler, state.sync_with_dataloader) == (True, False, True)
+    assert (state.active_dataloader, state.dataloader_references) == (None, [None])
+    seen = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            seen.append(members(GradientState()))
+        assert state.active_dataloader is loader
+    assert seen == [(True, False, 2, False), (True, False, 2, True), (True, True, 2, True)]
+    for _ in loader:
+        for _ in inner:
+            assert state.dataloader_references == [None, loader, inner]
+            assert state.remainder == 0
+        break
+    assert "num_steps=2, sync_gradients=True" in repr(state)
+
+
+def test_a_state_of_a_window_that_is_unknown() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare([torch.ones(1)] * 2 for _ in range(2))
+    assert GradientState().remainder == -1
+    for _ in loader:
+        with pytest.raises(DataError, match="the loader has no certain length, so its last batch is not known before"):
+            _ = accelerator.gradient_state.end_of_dataloader
+        assert accelerator.gradient_state.remainder == -1
+    with pytest.raises(AttributeError, match=r"no '_set_sync_gradients'\. Write accelerator\.accumulate\(model\)"):
+        accelerator.gradient_state._set_sync_gradients(True)
+    with pytest.raises(AttributeError, match=r"no 'num_step'\. Did you mean 'num_steps'\?"):
+        _ = accelerator.gradient_state.num_step
+    with pytest.raises(UnsupportedArgumentError, match=r"Accelerator\(gradient_accumulation_plugin=\.\.\.\), and read"):
+        GradientState(GradientAccumulationPlugin(2))  # type: ignore[arg-type]
 
 
 def test_the_plugin_of_zero_has_a_name() -> None:

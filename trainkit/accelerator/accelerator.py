@@ -25,14 +25,15 @@ from trainkit.accelerator.prepared_loaders import OpenLoaders, PreparedLoaders, 
 from trainkit.accelerator.prepared_models import PrecisionWrapper, PreparedModels, PreparedObjects, user_model
 from trainkit.accelerator.processes import Gathering, only_where, remember, run_first, share_of
 from trainkit.accelerator.state_hooks import LoadHook, SaveHook
-from trainkit.accelerator.state_views import AcceleratorState
+from trainkit.accelerator.state_views import AcceleratorState, GradientState
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
 from trainkit.checkpoint.plain_files import shard_size
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
-from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin
+from trainkit.config.fsdp_plugin import FullyShardedDataParallelPlugin, ParallelismConfig
 from trainkit.config.kwargs_handlers import (
     AutocastKwargs,
+    DataLoaderConfiguration,
     DistributedType,
     ProfileKwargs,
     ProjectConfiguration,
@@ -178,7 +179,7 @@ class Accelerator:
     def of_trainer(cls, strategy: Strategy) -> Accelerator:
         """Return the accelerator of a `Trainer`, for a strategy that has joined its processes."""
         self = cls.__new__(cls)
-        self._set_up(Options(strategy, even_batches=False), own_loop=False)
+        self._set_up(Options(strategy, loaders=DataLoaderConfiguration(even_batches=False)), own_loop=False)
         return self
 
     def _set_up(self, options: Options, own_loop: bool) -> None:
@@ -205,7 +206,7 @@ class Accelerator:
         self._gathering = Gathering(strategy, self.open_loaders)
         self._triggered = False
         self._numbered = NumberedCheckpoints(options.project, strategy.world)
-        self._checkpointing = Checkpointing(strategy, self._numbered, self._prepared, options.resume_loaders)
+        self._checkpointing = Checkpointing(strategy, self._numbered, self._prepared, options.loaders.use_stateful_dataloader)
         self._saving = Saving(strategy, self._prepared.models, alone=own_loop)
         self._trackers = Trackers(list(options.log_with), options.project, strategy)
         self._traces: list[str] = []  # the files of `profile`, without their endings
@@ -278,6 +279,16 @@ class Accelerator:
         return state
 
     @property
+    def gradient_state(self) -> GradientState:
+        """The accumulation window and the loader that is read, in one object, as in Accelerate."""
+        return GradientState.of(self)
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of replicas, shards and tensor parallelism under FSDP; `None` without FSDP."""
+        return None if self.fsdp_plugin is None else self.fsdp_plugin.parallelism
+
+    @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The options of ZeRO; `None` without ZeRO."""
         plugin = self.options.plugin or self.strategy.plugin
@@ -337,25 +348,30 @@ class Accelerator:
         return self._loaders.own_seed
 
     @property
+    def dataloader_config(self) -> DataLoaderConfiguration:
+        """How loaders are sharded. What is changed in it applies to loaders that are prepared later."""
+        return self.options.loaders
+
+    @property
     def split_batches(self) -> bool:
         """Whether the `batch_size` of a loader is the total of all processes."""
-        return self.options.split_batches
+        return self.options.loaders.split_batches
 
     @property
     def even_batches(self) -> bool:
         """Whether all processes get the same number of batches; it applies to loaders that are prepared later."""
-        return self.options.even_batches
+        return self.options.loaders.even_batches
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        self.options.even_batches = even
+        self.options.loaders.even_batches = even
 
     @property
     def steps_of_scheduler(self) -> int:
         """Number of steps that a prepared scheduler takes with an optimizer step; 0: one with each call."""
         if not self.options.step_scheduler_with_optimizer:
             return 0
-        return 1 if self.options.split_batches else self.num_processes
+        return 1 if self.options.loaders.split_batches else self.num_processes
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -532,7 +548,7 @@ class Accelerator:
         evaluation: bool = False,
     ) -> Any:
         placed = self._placements(objects, device_placement)
-        parts = 1 if self.options.split_batches else self.num_processes
+        parts = 1 if self.options.loaders.split_batches else self.num_processes
         objects, configured = replace_placeholders(objects, self.strategy, parts)
         prepared = self._all_prepared(objects, evaluation)
         new = {place: item for place, item in enumerate(objects) if place not in prepared}

@@ -36,7 +36,7 @@ from trainkit.module.activation_checkpointing import (
     refuse_checkpointing,
     refuse_eager_backend,
 )
-from trainkit.names import refuse_unknown
+from trainkit.names import advice, refuse_unknown
 from trainkit.precision import MIXED, OVER_MASTERS, Precision, is_short
 from trainkit.registry import accepts_keyword, find_info, load, load_strategy, make_strategy
 from trainkit.strategy import Strategy
@@ -48,7 +48,7 @@ _PLUGINS: dict[str, type] = {
     "fsdp_plugin": FullyShardedDataParallelPlugin,
     "parallelism_config": ParallelismConfig,
 }
-_GENERATORS = ("torch", "cuda", DEVICE, "generator")
+_GENERATORS = ("torch", "cuda", DEVICE, "generator", "python", "numpy", "hpu", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")
 _SHARD = "To shard parameters, use FSDP or ZeRO: Accelerator(strategy='fsdp') or 'zero3'"
 
 
@@ -59,9 +59,7 @@ class Options:
     Attributes:
         strategy: The strategy, with its precision; this process has joined the others.
         steps: Number of micro-batches in an optimizer step.
-        split_batches: The `batch_size` of a loader is that of all processes together.
-        even_batches: All processes get the same number of batches.
-        resume_loaders: `load_state` continues loaders at their positions, by default.
+        loaders: How loaders are sharded over the processes. It may be changed before they are prepared.
         step_scheduler_with_optimizer: A scheduler advances with each optimizer step, once for each process.
         device_placement: Models, optimizers and batches are moved to the device.
         project: The folder that the loop writes to, and how checkpoints are named.
@@ -77,9 +75,7 @@ class Options:
 
     strategy: Strategy
     steps: int = 1
-    split_batches: bool = False
-    even_batches: bool = True
-    resume_loaders: bool = False
+    loaders: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     step_scheduler_with_optimizer: bool = True
     device_placement: bool = True
     project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
@@ -95,10 +91,13 @@ class Options:
 
 def resolve(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options:
     """The options, for arguments of `Accelerator` by name."""
-    refuse_unknown("Accelerator", unknown, arguments)
+    # None means the default of an argument that only Accelerate has, too.
+    refuse_unknown(
+        "Accelerator", {n: v for n, v in unknown.items() if v is not None or advice("Accelerator", n) is None}, arguments
+    )
     _refuse_unsupported(arguments)
     settings = read_process_settings()
-    arguments = {**arguments, "plugin": _plugin(arguments, settings)}
+    arguments = {**arguments, "cpu": bool(arguments["cpu"]), "plugin": _plugin(arguments, settings)}
     handlers = sort_handlers(arguments["kwargs_handlers"])
     loaders, project = _loaders(arguments), _project(arguments)
     strategy, plugin, watched = _strategy(arguments, settings, handlers)
@@ -113,9 +112,7 @@ def resolve(arguments: Mapping[str, Any], unknown: Mapping[str, Any]) -> Options
     return Options(
         strategy=strategy,
         steps=_steps(arguments, settings, plugin),
-        split_batches=loaders.split_batches,
-        even_batches=loaders.even_batches,
-        resume_loaders=bool(loaders.use_stateful_dataloader),
+        loaders=loaders,
         step_scheduler_with_optimizer=bool(arguments["step_scheduler_with_optimizer"]),
         device_placement=bool(arguments["device_placement"]),
         project=project,
@@ -138,7 +135,7 @@ def _refuse_unsupported(arguments: Mapping[str, Any]) -> None:
         if str(getattr(name, "value", name)) not in _GENERATORS:
             raise ConfigurationError(f"rng_types must be some of {', '.join(_GENERATORS)}, not {name!r}.")
     for name in ("device_placement", "cpu", "step_scheduler_with_optimizer"):
-        if not isinstance(arguments[name], bool):
+        if not isinstance(arguments[name], bool) and (name != "cpu" or arguments[name] is not None):
             raise ConfigurationError(f"Accelerator({name}=...) must be True or False, not {arguments[name]!r}.")
 
 

@@ -86,7 +86,7 @@ class PreparedLoaders:
             skipped = loader.skipped
             loader = loader.loader
         limit = None
-        if self._options.split_batches:
+        if self._options.loaders.split_batches:
             loader, limit = split_batches(loader, self._strategy.world_size)
         if not self._prepared:  # the first one is what is trained on
             self._strategy.check_batches(batch_size_of(loader), self._accumulation.size)
@@ -116,7 +116,7 @@ class PreparedLoaders:
         if not placed:
             options["transfer"] = lambda batch, micro: batch
         # Loaders that are read at the same time must not have the same order and the same augmentation.
-        pads = self._options.even_batches or self._strategy.shards_parameters
+        pads = self._options.loaders.even_batches or self._strategy.shards_parameters
         prepared = self.prepare(source.loader, window=True, index=len(self._prepared), pads=pads, **options)
         prepared.micro_limit = source.limit
         prepared.given_source = original
@@ -295,6 +295,11 @@ class OpenLoaders:
         place = self._places[-1]
         length = place.loader.length if place.loader.exact else None
         return None if length is None else length - 1 - place.index
+
+    @property
+    def reading(self) -> list[PreparedLoader]:
+        """The loaders that are being read; the last one has yielded the current batch."""
+        return [place.loader for place in self._places]
 
     def _end(self, place: _OpenLoader) -> None:
         """A loader has been read: restore the state from before it.

@@ -1,20 +1,24 @@
-"""`PartialState` and `AcceleratorState`: the run as scripts written for Hugging Face Accelerate look at it."""
+"""`PartialState`, `AcceleratorState` and `GradientState`: the run as scripts written for Hugging Face Accelerate look at it."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from trainkit.accelerator.processes import latest
-from trainkit.config.kwargs_handlers import InitProcessGroupKwargs
-from trainkit.errors import ConfigurationError, nearest
+from trainkit.config.compiling import TorchDynamoPlugin
+from trainkit.config.kwargs_handlers import DynamoBackend, InitProcessGroupKwargs
+from trainkit.data.combined import batch_size_of
+from trainkit.errors import ConfigurationError, DataError, UnsupportedArgumentError, nearest
 
 if TYPE_CHECKING:
     from trainkit.accelerator.accelerator import Accelerator
     from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
+    from trainkit.data.loader import PreparedLoader
 
-__all__ = ["AcceleratorState", "PartialState", "is_initialized"]
+__all__ = ["AcceleratorState", "GradientState", "PartialState", "is_initialized"]
 
 # What both have of the Accelerator, with the meaning that it has there.
 _OF_PROCESSES = (
@@ -38,7 +42,7 @@ _OF_PROCESSES = (
     "use_distributed",
     "wait_for_everyone",
 )
-_OF_OPTIONS = ("deepspeed_plugin", "fsdp_plugin", "is_fsdp2", "mixed_precision")
+_OF_OPTIONS = ("deepspeed_plugin", "fsdp_plugin", "is_fsdp2", "mixed_precision", "parallelism_config")
 
 
 class PartialState:
@@ -148,8 +152,8 @@ class AcceleratorState(PartialState):
     """The device, the processes, the precision and the plugins of a run: `accelerator.state`.
 
     It has what `PartialState` has, and `mixed_precision` (`"no"`, `"fp16"`, `"bf16"` or `"fp8"`), `deepspeed_plugin` (the
-    options of ZeRO, with `zero_stage` and `deepspeed_config`; `None` without ZeRO), `fsdp_plugin` (those of FSDP; `None`
-    without FSDP) and `is_fsdp2`.
+    options of ZeRO, with `zero_stage` and `deepspeed_config`; `None` without ZeRO), `fsdp_plugin` and `parallelism_config`
+    (those of FSDP; `None` without FSDP) and `is_fsdp2`.
 
     Args:
         mixed_precision: That of the run; `None`: whatever it is.
@@ -158,6 +162,8 @@ class AcceleratorState(PartialState):
 
     Attributes:
         deepspeed_plugins: `{"default": deepspeed_plugin}`; `None` without ZeRO.
+        device_mesh: The device mesh of FSDP, see `FSDPStrategy.mesh`; `None` without one.
+        dynamo_plugin: How models are compiled; its `backend` is `"NO"` if they are not.
         torch_tp_plugin: Always `None`: tensor parallelism is an option of `fsdp_plugin`.
 
     Raises:
@@ -174,6 +180,24 @@ class AcceleratorState(PartialState):
                 f"AcceleratorState(mixed_precision={mixed_precision!r}): the run has {self.mixed_precision!r}. Choose it once: "
                 f"Accelerator(mixed_precision={mixed_precision!r})"
             )
+
+    @property
+    def device_mesh(self) -> Any:
+        """The device mesh of a strategy that has one; `None` without one."""
+        return self._accelerator.strategy.mesh
+
+    @property
+    def dynamo_plugin(self) -> TorchDynamoPlugin:
+        """How models are compiled; its `backend` is `"NO"` if they are not."""
+        compiled = self._accelerator.options.compile
+        if compiled is None:
+            return TorchDynamoPlugin(backend=DynamoBackend.NO)
+        known = {one.name for one in fields(TorchDynamoPlugin)}
+        options: dict[str, Any] = {name: value for name, value in compiled.options.items() if name in known}
+        backend = str(options.get("backend", "inductor")).upper()
+        if backend in DynamoBackend.__members__:
+            options["backend"] = DynamoBackend[backend]
+        return TorchDynamoPlugin(**options, use_regional_compilation=compiled.regional)
 
     @property
     def deepspeed_plugins(self) -> dict[str, DeepSpeedPlugin] | None:
@@ -208,6 +232,117 @@ class AcceleratorState(PartialState):
             ConfigurationError: There is none of this name.
         """
         self.get_deepspeed_plugin(name)
+
+
+class GradientState:
+    """The accumulation window and the loader that is being read: `accelerator.gradient_state`, as in Accelerate.
+
+    Args:
+        gradient_accumulation_plugin: Only `None`: pass it to the `Accelerator`.
+
+    Attributes:
+        adjust_scheduler: Always `False`, as in Accelerate: prepared schedulers are not adjusted.
+        initialized: Always `True`.
+        is_xla_gradients_synced: Always `False`: the strategy averages the gradients.
+        sync_with_dataloader: Always `True`: the last window ends with the epoch.
+
+    Raises:
+        UnsupportedArgumentError: A plugin is given.
+
+    Example:
+        ```python
+        if accelerator.gradient_state.end_of_dataloader:
+            print("the last batch of the epoch")
+        ```
+    """
+
+    adjust_scheduler = is_xla_gradients_synced = False
+    initialized = sync_with_dataloader = True
+
+    def __init__(self, gradient_accumulation_plugin: None = None) -> None:
+        if gradient_accumulation_plugin is not None:
+            raise UnsupportedArgumentError(
+                "GradientState(gradient_accumulation_plugin=...) is not supported. Pass it to "
+                "Accelerator(gradient_accumulation_plugin=...), and read accelerator.gradient_state."
+            )
+        self._accelerator = PartialState()._accelerator
+
+    @classmethod
+    def of(cls, accelerator: Accelerator) -> GradientState:
+        """The state of an accelerator."""
+        self = cls.__new__(cls)
+        self._accelerator = accelerator
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        known = [each for each in dir(type(self)) if not each.startswith("_")]
+        fix = (
+            " Write accelerator.accumulate(model), which decides it." if name == "_set_sync_gradients" else nearest(name, known)
+        )
+        raise AttributeError(f"a GradientState has no {name!r}.{fix}", name=name, obj=None)
+
+    def __repr__(self) -> str:
+        names = ("num_steps", "sync_gradients", "in_dataloader")
+        return f"GradientState({', '.join(f'{name}={getattr(self, name)}' for name in names)})"
+
+    @property
+    def num_steps(self) -> int:
+        """Number of micro-batches per optimizer step."""
+        return self._accelerator.gradient_accumulation_steps
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """The options of gradient accumulation that may differ from their defaults."""
+        return {"num_steps": self.num_steps}
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether an optimizer step is due after the current micro-batch."""
+        return self._accelerator.sync_gradients
+
+    @property
+    def dataloader_references(self) -> list[PreparedLoader | None]:
+        """`None`, and the prepared loaders that are being read, from the outer to the inner one."""
+        return [None, *self._accelerator.open_loaders.reading]
+
+    @property
+    def active_dataloader(self) -> PreparedLoader | None:
+        """The prepared loader that has yielded the current batch; `None`: none is being read."""
+        return self.dataloader_references[-1]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being read."""
+        return self.active_dataloader is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last one of its loader; `False` if no prepared loader is being read.
+
+        Raises:
+            DataError: The loader has no certain length.
+        """
+        if not self.in_dataloader:
+            return False
+        left = self._accelerator.open_loaders.remaining()
+        if left is None:
+            raise DataError(
+                "end_of_dataloader: the loader has no certain length, so its last batch is not known before the epoch ends. "
+                "Write what the last batch is needed for after the loop over the loader."
+            )
+        return left == 0
+
+    @property
+    def remainder(self) -> int:
+        """Number of samples in the last batches of all processes; 0 if they are full, -1 if it is unknown or none is read."""
+        loader = self.active_dataloader
+        size = None if loader is None else batch_size_of(loader.source)
+        if loader is None or size is None or getattr(loader, "drop_last", False):
+            return -1
+        try:
+            return len(loader.dataset) % (size * self._accelerator.num_processes)
+        except (AttributeError, TypeError):  # no dataset, or one without a length
+            return -1
 
 
 def is_initialized() -> bool:

@@ -11,6 +11,7 @@ from trainkit.names import lazily
 _OF_ACCELERATE = {
     "AcceleratorState": ".accelerator.state_views",
     "DistributedType": ".config.kwargs_handlers",
+    "GradientState": ".accelerator.state_views",
     "PartialState": ".accelerator.state_views",
     "is_initialized": ".accelerator.state_views",
 }
