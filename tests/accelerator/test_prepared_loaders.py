@@ -279,6 +279,29 @@ def test_batches_that_are_read_ahead_are_reported() -> None:
         accelerator.backward(model(batch).sum())
 
 
+@pytest.mark.world_size(2)
+def test_a_loop_that_reads_ahead_and_counts_would_count_padding() -> None:
+    """It is an error in the first window, on all ranks, and for a loader without a length in the last one."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+
+    def train(source: Any) -> None:
+        model, loader = accelerator.prepare(nn.Linear(2, 1), source)
+        accelerator.backward(model(torch.ones(1, 2)).sum())  # outside of accumulate
+        batches = iter(loader)
+        for first, second in zip(batches, batches, strict=False):
+            for batch in (first, second):
+                accelerator.backward(model(batch).sum())
+        accelerator.free_memory()
+
+    for samples in (8, 16):
+        train(DataLoader(torch.ones(samples, 2), batch_size=2))
+    text = (
+        r"loop itself divides its losses, but an epoch has 5 batches for 2 processes.*prepare\(loader, batch_weight=function\)"
+    )
+    with pytest.raises(ConfigurationError, match=text):
+        train(DataLoader(torch.ones(10, 2), batch_size=2))
+
+
 def test_two_models_in_one_micro_batch() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     one, other, loader = accelerator.prepare(nn.Linear(2, 1), nn.Linear(2, 1), DataLoader(torch.ones(7, 2), batch_size=2))

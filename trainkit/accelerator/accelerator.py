@@ -200,6 +200,7 @@ class Accelerator:
             self.accumulation,
             self._prepared.models,
             strategy.data_world.devices,
+            strategy.data_world.width,
             end_late=self._end_late,
             begin_epoch=self._step_checks.checked.clear,
         )

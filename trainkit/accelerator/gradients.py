@@ -436,6 +436,10 @@ class AccumulationState:
             self._set_current(self.current._replace(share=1.0 / self.size))
         return known is None
 
+    def count_equally(self) -> None:
+        """Let the loss count as each one does in Accelerate: the loop has divided it by what is in all batches of the step."""
+        self._set_current(self.current._replace(share=1.0 / self.size))
+
     def mark_empty(self, empty: bool) -> None:
         """Set whether the current window makes no optimizer step, as the weights given to `backward` determine."""
         self._set_current(self.current._replace(empty=empty))

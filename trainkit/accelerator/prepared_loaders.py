@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -171,6 +171,7 @@ class OpenLoaders:
         accumulation: Each loader changes it, and restores it for the outer loader when it ends.
         models: The user's models; while none of them is in training mode, an evaluation is running.
         devices: Number of devices of a process: its batch is the concatenation of a micro-batch for each.
+        processes: Number of micro-batches of all processes that are read at the same time.
         end_late: Called with each window of calls that is open where its loader ends.
         begin_epoch: Called where the loop begins to read a loader.
 
@@ -183,16 +184,20 @@ class OpenLoaders:
         accumulation: AccumulationState,
         models: Sequence[nn.Module],
         devices: int,
+        processes: int,
         end_late: Callable[[CallWindow], None],
         begin_epoch: Callable[[], None],
     ) -> None:
         self._accumulation = accumulation
         self._models = models
         self._devices = devices
+        self._processes = processes
         self._end_late = end_late
         self._begin_epoch = begin_epoch
         self._numbers = count()
         self.loaded = False
+        # loaders that the loop has read ahead outside of `accumulate`, to divide its losses itself
+        self._read_ahead: WeakSet[PreparedLoader] = WeakSet()
         self._places: list[_OpenLoader] = []  # The loader that has yielded a batch last is the last one.
         # of each loader: what accumulate had entered when it yielded a batch, and the index with which that window begins
         self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
@@ -328,7 +333,10 @@ class OpenLoaders:
         place.weights_differ = False
         place.worked = True
         self.loaded = False
-        if ahead > 1 and not skips and (differ or (self._accumulation.size > 1 and self._accumulation.by_hand is not True)):
+        if ahead > 1 and not skips and self._accumulation.size > 1 and self._accumulation.by_hand is True:
+            self._check_read_ahead(place)
+            self._read_ahead.add(place.loader)
+        elif ahead > 1 and not skips and (differ or self._accumulation.size > 1):
             raise ConfigurationError(
                 f"{ahead} batches have been read since the last one that was trained on, so it is unclear which of them the "
                 "loss belongs to and how much it counts. Train on each batch before reading the next one. To skip a batch, "
@@ -336,6 +344,23 @@ class OpenLoaders:
                 "accelerator.skip_first_batches(loader, n). If batches are read ahead to count what is in them: "
                 "accelerator.backward(loss, weight=count), or prepare(loader, batch_weight=function)."
             )
+        if self._read_ahead and place.loader in self._read_ahead and self._accumulation.by_hand is True:
+            self._check_read_ahead(place)
+            self._accumulation.count_equally()
+
+    def _check_read_ahead(self, place: _OpenLoader) -> None:
+        """Refuse a loop that reads ahead, to divide its losses by what it counts, where it would count padding."""
+        loader, processes = place.loader, self._processes
+        whole = loader.micro_batches
+        if not place.padding and (whole is None or whole % processes == 0):
+            return
+        which = "this batch is padding" if place.padding else f"an epoch has {whole} batches"
+        raise ConfigurationError(
+            f"batches are read ahead outside of accumulate(), so the loop itself divides its losses, but {which} for "
+            f"{processes} processes, of which some have no data at the end: it would count samples twice. Use a number of "
+            "samples that gives all processes the same number of batches; or let trainkit count, with "
+            "prepare(loader, batch_weight=function) and a loss that is the mean of its batch."
+        )
 
     @property
     def samples(self) -> int | None:
