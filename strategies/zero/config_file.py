@@ -151,7 +151,8 @@ _INSTEAD = {
     "max_grad_norm": 'write "gradient_clipping": 1.0',
     "cuda_visible_devices": "set the variable CUDA_VISIBLE_DEVICES in the environment",
     "flops_profiler": "use callbacks=[ThroughputMonitor()]",
-    "tensor_parallel": "use FSDPStrategy(tensor_parallel=2) instead of ZeRO",
+    "tensor_parallel": "use FSDPStrategy(tensor_parallel=2) instead of ZeRO: DeepSpeed's AutoTP replaces layers, so that a "
+    "checkpoint would not have the user's parameters",
 }  # fmt: skip
 # Keys of DeepSpeed for features that trainkit does not have → what they are.
 _MISSING = {
@@ -182,14 +183,14 @@ _MISSING = {
         "leaf_module": "modules whose parameters are gathered as one",
         "mics_hierarchical_params_gather": "MiCS, sharding within a group of GPUs",
         "mics_shard_size": "MiCS, sharding within a group of GPUs",
-        "zenflow": "ZenFlow, optimizer steps on the CPU that overlap with training",
+        "zenflow": "ZenFlow, which applies a part of each gradient in a later step: no step has the mean over its batch",
         "zeropp_loco_param": "LoCo, quantized gradients with error feedback",
     },
     "offload_optimizer": {
         "pipeline_read": "reading from NVMe that overlaps with the optimizer step",
         "pipeline_write": "writing to NVMe that overlaps with the optimizer step",
         "ratio": "an optimizer state of which only a part is offloaded",
-        "super_offload": "SuperOffload, optimizer steps on the CPU that overlap with training",
+        "super_offload": "SuperOffload, whose optimizer state lies in a process of its own, where no checkpoint reaches it",
     },
     "fp16": {"fp16_master_weights_and_grads": "optimizer states and gradients in float16"},
     "bf16": {
@@ -279,6 +280,9 @@ class _Reader:
 
     def read(self, content: Mapping[str, Any]) -> None:
         known = [*_SECTIONS, *_RUN_SETTINGS, "communication_data_type"]
+        if self._section(content, "tensor_parallel").get("autotp_size") in (0, 1):  # DeepSpeed's way to turn it off
+            content = {key: value for key, value in content.items() if key != "tensor_parallel"}
+            self._config.without_effect.append("tensor_parallel")
         self._refuse_unknown("", content, known)
         for key in _RUN_SETTINGS:
             if content.get(key, AUTO) not in (AUTO, None):

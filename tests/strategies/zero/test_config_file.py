@@ -185,7 +185,18 @@ def test_nvme_and_aio() -> None:
         (changed(comms_logger={"enabled": True}), r"Remove it, and use Trainer\(profiler='pytorch'\)"),
         (changed(autotuning={"enabled": True}), r"Remove it, and use callbacks=\[BatchSizeFinder\(\)\]"),
         (changed(compile={"deepcompile": True}), r"Remove it, and use Trainer\(compile=True\)"),
-        (changed(tensor_parallel={"autotp_size": 2}), r"Remove it, and use FSDPStrategy\(tensor_parallel=2\)"),
+        (
+            changed(tensor_parallel={"autotp_size": 2}),
+            r"Remove it, and use FSDPStrategy\(tensor_parallel=2\) instead of ZeRO: DeepSpeed's AutoTP replaces layers",
+        ),
+        (
+            changed(zero={"stage": 2, "zenflow": {"topk_ratio": 0.1}}),
+            "ZenFlow, which applies a part of each gradient in a later",
+        ),
+        (
+            changed(zero={"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}),
+            "SuperOffload, whose optimizer state lies in a process of its own",
+        ),
         (changed(lr=0.1), '\'lr\' is not supported. Remove it, and write it in the optimizer: "optimizer": {"type": "AdamW"'),
         (changed(tokens=3), "config: 'tokens' is not a key that trainkit reads. Correct its name, or remove it."),
         (
@@ -263,6 +274,7 @@ def test_float16_of_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"elasticity": {}, "compression_training": []}, ["elasticity", "compression_training"]),
         ({"cuda_visible_devices": False, "sparse_attention": "none"}, ["cuda_visible_devices", "sparse_attention"]),
         ({"zero": {"zenflow": None, "stage": 2}}, ["zero_optimization.zenflow"]),
+        ({"tensor_parallel": {"autotp_size": 1}}, ["tensor_parallel"]),
         ({"bf16": {"enabled": False, "check_grad_overflow": True}}, ["bf16.check_grad_overflow"]),
         ({"bf16": {"loss_scale": 0, "hysteresis": 2}}, ["bf16.loss_scale", "bf16.hysteresis"]),
         ({"fp16": {"enabled": False, "loss_scale": 128, "opt_level": "O2"}}, ["fp16.opt_level"]),
