@@ -48,9 +48,50 @@ assert Accelerator is trainkit.Accelerator and set_seed is trainkit.set_seed and
 assert accelerate.utils is importlib.import_module("accelerate.utils")
 assert AlignDevicesHook is accelerate.AlignDevicesHook and not isinstance(1, AlignDevicesHook)
 
+from argparse import Namespace
+from lightning.fabric.loggers.logger import Logger as FabricLogger, rank_zero_experiment
+from lightning.fabric.utilities.logger import _add_prefix, _convert_params, _sanitize_callable_params
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.loggers.utilities import _scan_checkpoints
+from lightning.pytorch.plugins.environments import LightningEnvironment
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+assert issubclass(Logger, FabricLogger) and FabricLogger is trainkit.loggers.Logger and Logger is not FabricLogger
+assert isinstance(pl.loggers.CSVLogger("logs"), Logger) and issubclass(pl.loggers.CSVLogger, Logger)
+
+class VendorsForFabric(FabricLogger):
+    def log_metrics(self, metrics, step=None):
+        return "fabric"
+
+class Vendors(Logger, VendorsForFabric):
+    _log_model = True
+    experiment = property(rank_zero_experiment(lambda self: "experiment"))
+
+assert Vendors().log_metrics({}) == "fabric" and Vendors().experiment == "experiment"
+assert not isinstance(pl.loggers.CSVLogger("logs"), Vendors)
+assert _add_prefix({"a": 1}, "p", "/") == {"p/a": 1} and _add_prefix({"a": 1}, "", "/") == {"a": 1}
+assert _convert_params(Namespace(a=1)) == {"a": 1} and _convert_params(None) == {}
+params = {"a": 1, "class": Vendors, "two": lambda: 2, "needs": lambda x: x, "makes": lambda: print}
+assert _sanitize_callable_params(params) == {"a": 1, "class": "Vendors", "two": 2, "needs": "<lambda>", "makes": "<lambda>"}
+
+import pathlib, tempfile, types
+with tempfile.TemporaryDirectory() as folder:
+    file = str(pathlib.Path(folder, "a.ckpt"))
+    pathlib.Path(file).touch()
+    saved = types.SimpleNamespace(last_model_path=file, current_score=2, best_model_path="", best_model_score=None)
+    saved.best_k_models = {file: 1}
+    assert [found[1:] for found in _scan_checkpoints(saved, {})] == [(file, 1, "best_k")]
+    assert _scan_checkpoints(saved, {file: 1e12}) == []
+
+class Ours(LightningEnvironment):
+    world_size = global_rank = local_rank = node_rank = lambda self: 0
+
+Ours()
+
+names = {"L": L, "accelerate": accelerate, "hook": AlignDevicesHook, "balance": get_balanced_memory}
+
 def message(text):
     try:
-        exec(text, {"L": L, "accelerate": accelerate, "hook": AlignDevicesHook, "balance": get_balanced_memory})
+        exec(text, {"vendors": Vendors, "Environment": LightningEnvironment, "DeepSpeed": DeepSpeedStrategy, **names})
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -69,6 +110,9 @@ WRONG = {
     "from accelerate.utils import nothing": "ImportError: accelerate.utils has no nothing: trainkit takes its place. Use: ",
     "accelerate.nothing": "AttributeError: accelerate has no nothing: trainkit takes its place. Use: ",
     "hook()": "ConfigurationError: accelerate.hooks.AlignDevicesHook cannot be called: ",
+    "DeepSpeed(stage=2)": "ConfigurationError: DeepSpeedStrategy cannot be created. Use: from trainkit.strategies import ",
+    "Environment()": "ConfigurationError: LightningEnvironment defines no world_size() and global_rank(), so it decides ",
+    "vendors().set_rank(0)": "ConfigurationError: Vendors(log_model=...) is not supported: this logger stores files, and a ",
     "balance({})": "ConfigurationError: accelerate.utils.get_balanced_memory cannot be called: ",
 }
 

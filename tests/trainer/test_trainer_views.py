@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
@@ -42,6 +43,13 @@ def test_all_names_of_lightning() -> None:
     trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
     assert [name for name in THERE.split() if not hasattr(trainer, name)] == []
     assert [name for name in NOT_THERE.split() if hasattr(trainer, name)] == []
+
+
+def test_what_callbacks_of_other_packages_read_and_assign() -> None:
+    trainer = make_trainer()
+    assert trainer._accelerator_connector.is_distributed is False
+    trainer.should_stop = numpy.bool_(True)
+    assert trainer.should_stop is True
 
 
 class AtLastBatch(Recorder):

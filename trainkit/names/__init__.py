@@ -9,6 +9,7 @@ is a module below `lightning.pytorch` ("" is that itself) and holds the names of
 - `absent`: group → what to use → names that trainkit does not have.
 - `members`: class → attribute or method that ours does not have → what to use.
 - `modules`: modules of Lightning that are no modules of trainkit.
+- `vendors`: module of Lightning → names of `trainkit.compat.lightning_vendors` that it has behind the door.
 - `arguments`: function → argument that it does not have → what to use.
 - `carried`: argument → types of the values that replace the first "..." of its advice.
 - `defaults`: argument → its default values in Lightning; those of all others are `None`.

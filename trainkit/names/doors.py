@@ -40,6 +40,8 @@ _LIGHTNING = {
     "lightning_fabric": "trainkit.fabric",
 }
 
+_VENDORS = "trainkit.compat.lightning_vendors"
+
 _COMPARISONS = {
     "<": operator.lt,
     "<=": operator.le,
@@ -120,7 +122,7 @@ class Door(DistributionFinder, Loader):
         if self._is_made_here(fullname):
             return ModuleSpec(fullname, self, origin="trainkit", is_package=True)
         ours = None if self.framework == "accelerate" else _module_of_ours(fullname)
-        if ours is not None and find_spec(ours) is not None:
+        if ours is not None and (find_spec(ours) is not None or _names_for_vendors(ours)):
             return ModuleSpec(fullname, self)
         if _is_statement():  # importlib.util.find_spec only asks.
             raise ModuleNotFoundError(
@@ -138,7 +140,10 @@ class Door(DistributionFinder, Loader):
         """Give the module its names, or put the module of trainkit in its place."""
         where = module.__name__
         if not self._is_made_here(where):
-            ours = sys.modules[where] = import_module(str(_module_of_ours(where)))
+            home = str(_module_of_ours(where))
+            ours = sys.modules[where] = module if find_spec(home) is None else import_module(home)
+            for name in _names_for_vendors(home):
+                vars(ours)[name] = getattr(import_module(_VENDORS), name)
             vars(ours).setdefault("__getattr__", _refuse_unknown(ours))  # Python's own error does not say what to use.
             return
         if "." not in where or where in _LIGHTNING:
@@ -184,6 +189,12 @@ def _module_of_ours(module: str) -> str | None:
         if module.startswith(f"{package}."):
             return _LIGHTNING[package] + module.removeprefix(package)
     return None
+
+
+def _names_for_vendors(module: str) -> list[str]:
+    """The names that a module of trainkit, or of Lightning by its name there, has behind the door only."""
+    names: list[str] = table("lightning")["vendors"].get(module.removeprefix("trainkit."), [])
+    return names
 
 
 def _refuse_unknown(module: ModuleType) -> Callable[[str], Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from trainkit.checks import accepts, describe_arguments
 from trainkit.console import echo, notice
 from trainkit.data.combined import as_passed
 from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
+from trainkit.launch.cluster_plugins import check_cluster_environments, take_cluster_environments
 from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.loggers.run_files import utc_now
 from trainkit.memory.estimate import RunEstimator
@@ -101,6 +103,7 @@ class Trainer:
 
     @accepts(TrainerArguments)
     def __init__(self, **arguments: Any) -> None:
+        environments = take_cluster_environments(arguments)
         arguments = read_arguments(arguments)
         values, notes = with_settings(arguments)
         resolved = TrainerArguments.from_values(values)
@@ -108,6 +111,7 @@ class Trainer:
         with attribute_errors(arguments):
             place = values["strategy"], devices, arguments["sync_batchnorm"], values["precision"]
             self.strategy = join_strategy(*place, resolved.of_step, notes)
+        check_cluster_environments(environments, self.strategy)
         compilation = read_compilation(arguments["compile"], self.strategy)
         self._run = Run.before_the_first(resolved, self.strategy, arguments["seed"], compilation)
         self._gpus = devices.indices
@@ -513,7 +517,7 @@ class Trainer:
 
     @should_stop.setter
     def should_stop(self, stop: bool) -> None:
-        self._run.progress.should_stop = stop
+        self._run.progress.should_stop = bool(stop)  # callbacks assign numpy's booleans too, which no collective takes
 
     @property
     def fit_loop(self) -> FitLoopView:
@@ -945,6 +949,11 @@ class Trainer:
         return updates if self.max_steps == -1 else min(updates, self.max_steps)
 
     # ---------------------------------------------------------------------------------------------------- for this package
+
+    @property
+    def _accelerator_connector(self) -> SimpleNamespace:
+        """What callbacks of other packages read: `is_distributed`, whether the run has several processes."""
+        return SimpleNamespace(is_distributed=self.strategy.world.size > 1)
 
     if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
 

@@ -1,0 +1,145 @@
+"""Names that integrations of other packages import from Lightning: base classes, and functions that are private there.
+
+They exist behind the door only; `vendors` in `lightning.json` says in which modules. Otherwise they are errors that say what to
+use.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from trainkit.accelerator.processes import rank_and_size
+from trainkit.errors import ConfigurationError
+from trainkit.loggers import base
+from trainkit.names import use_instead
+
+__all__ = ["ClusterEnvironment", "DeepSpeedStrategy", "LightningEnvironment", "LightningLogger", "rank_zero_experiment"]
+
+
+# ----------------------------------------------------------------------------------------------------------------- the cluster
+
+
+class ClusterEnvironment:
+    """The base class of objects that know the ranks, for `Trainer(plugins=[...])`.
+
+    trainkit takes the ranks from the environment of the process. A `Trainer` that is given such an object compares them with
+    `world_size()`, `global_rank()`, `local_rank()` and `node_rank()`, which a subclass defines.
+
+    Raises:
+        ConfigurationError: The class does not define the world size and the rank.
+    """
+
+    def __init__(self) -> None:
+        if not all(callable(getattr(self, name, None)) for name in ("world_size", "global_rank")):
+            raise ConfigurationError(
+                f"{type(self).__name__} defines no world_size() and global_rank(), so it decides nothing. Use: "
+                f"{use_instead('trainkit.plugins', 'ClusterEnvironment')}"
+            )
+
+
+class LightningEnvironment(ClusterEnvironment):
+    """The base class of Ray's `RayLightningEnvironment`."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- the strategy
+
+
+class DeepSpeedStrategy:
+    """The base class of Ray's `RayDeepSpeedStrategy`; neither can be created.
+
+    Raises:
+        ConfigurationError: Always; the message says what to use.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> NoReturn:
+        use = use_instead("trainkit.strategies", "DeepSpeedStrategy")
+        raise ConfigurationError(f"{type(self).__name__} cannot be created. Use: {use}")
+
+
+# ------------------------------------------------------------------------------------------------------------------ the logger
+
+
+class _OfAnyLogger(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, base.Logger) if cls is LightningLogger else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, base.Logger) if cls is LightningLogger else super().__subclasscheck__(subclass)
+
+
+class LightningLogger(base.Logger, metaclass=_OfAnyLogger):
+    """`Logger` of `lightning.pytorch.loggers.logger`, a subclass of Fabric's as in Lightning, so that a class can have both.
+
+    Every logger of trainkit is an instance of it.
+    """
+
+    def set_rank(self, rank: int) -> None:
+        """Set the rank of this process, when a run begins.
+
+        Raises:
+            ConfigurationError: The logger is to store checkpoints, which it expects to be told of.
+        """
+        if getattr(self, "_log_model", False):
+            raise ConfigurationError(
+                f"{type(self).__name__}(log_model=...) is not supported: this logger stores files, and a checkpoint of "
+                "trainkit is a folder. Remove log_model, and store trainer.checkpoint_callback.best_model_path after fit."
+            )
+        super().set_rank(rank)
+
+
+Logger = LightningLogger
+
+
+def rank_zero_experiment(experiment: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Decorate a logger's `experiment`: on other ranks than 0 it is an object that does nothing.
+
+    Args:
+        experiment: The function that returns the experiment of the logger.
+    """
+
+    @functools.wraps(experiment)
+    def on_rank_zero(self: Any) -> Any:
+        return experiment(self) if rank_and_size()[0] == 0 else base.NullExperiment()
+
+    return on_rank_zero
+
+
+def _add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
+    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
+
+
+def _convert_params(params: Mapping[str, Any] | Namespace | None) -> Mapping[str, Any]:
+    return vars(params) if isinstance(params, Namespace) else params or {}
+
+
+def _sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _uncallable(value) for name, value in params.items()}
+
+
+def _uncallable(value: Any) -> Any:
+    """The value; of a class its name, and of a function what it returns, or else its name."""
+    if inspect.isclass(value):
+        return value.__name__
+    if not callable(value):
+        return value
+    try:
+        result = value()
+    except Exception:  # Lightning asks no less of it, and a function with arguments raises.
+        return getattr(value, "__name__", None)
+    return getattr(value, "__name__", None) if callable(result) else result
+
+
+def _scan_checkpoints(checkpoint_callback: Any, logged_model_time: Mapping[str, float]) -> list[tuple[float, str, Any, str]]:
+    """The files of a `ModelCheckpoint` that are newer than the times that a logger has noted, the oldest first."""
+    found = {
+        checkpoint_callback.last_model_path: (checkpoint_callback.current_score, "latest"),
+        checkpoint_callback.best_model_path: (checkpoint_callback.best_model_score, "best"),
+        **{path: (score, "best_k") for path, score in checkpoint_callback.best_k_models.items()},
+    }
+    files = [(Path(path).stat().st_mtime, path, *each) for path, each in found.items() if Path(path).is_file()]
+    return sorted((file for file in files if logged_model_time.get(file[1], -1.0) < file[0]), key=lambda file: file[:2])
