@@ -6,6 +6,7 @@ VENV ?= .venv
 XLA_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/xla-2.9
 LIGHTNING ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/lightning-2.6.6
 PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/peers
+VENDORS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/vendors
 JOBS ?= auto
 ARGS ?=
 
@@ -32,7 +33,7 @@ SINCE ?= $(shell git merge-base HEAD main)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning environment xla-environment \
+.PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning test-vendors environment xla-environment \
   zero-extensions bench check docs docs-serve dist format clean
 
 help: ## this list
@@ -83,6 +84,9 @@ zero-extensions: $(VENV)/.test
 test-lightning: $(VENV)/.test ## scripts written for Lightning, under Lightning and here
 	[ -d "$(LIGHTNING)/lightning" ] || $(INSTALL) --no-deps --target "$(LIGHTNING)" lightning==2.6.6
 	TRAINKIT_LIGHTNING="$(abspath $(LIGHTNING))" $(PYTEST) $(PARALLEL) -m lightning tests/moving_over $(ARGS)
+
+test-vendors: $(VENDORS)/.made ## integrations with Optuna, Ray, hydra and DVCLive, in an environment of their own (2 GB)
+	OMP_NUM_THREADS=1 "$(VENDORS)/bin/python" -m pytest -m "vendors or not slow" tests/integrations $(ARGS)
 
 # On an idle machine. ARGS chooses: ARGS="--only overhead input", ARGS="--skip faults", ARGS=--quick to try the programs.
 bench: $(VENV)/.test $(PEERS)/.made ## the benchmarks, as tables in bench.md; hours; ARGS="--only input", ARGS=--quick
@@ -138,6 +142,16 @@ $(PEERS)/.made: constraints.txt | $(RUN)
 	[ -x "$(PEERS)/bin/python" ] || $(RUN) -m venv "$(PEERS)"
 	"$(PEERS)/bin/python" -m pip install --disable-pip-version-check -c constraints.txt \
 	  torch numpy accelerate transformers lightning==2.6.6 pytorch-ignite==0.5.5
+	@touch $@
+
+# Outside of the tree, for all checkouts, because it is large; hydra needs an older omegaconf than the main environment has. Neither
+# Lightning nor trainkit is installed in it.
+$(VENDORS)/.made: constraints.txt constraints-vendors.txt | $(RUN)
+	[ -x "$(VENDORS)/bin/python" ] || $(RUN) -m venv "$(VENDORS)"
+	grep -v '^omegaconf==' constraints.txt | cat - constraints-vendors.txt > "$(VENDORS)/constraints.txt"
+	"$(VENDORS)/bin/python" -m pip install --disable-pip-version-check -c "$(VENDORS)/constraints.txt" \
+	  torch cloudpickle fsspec numpy PyYAML safetensors tqdm xxhash hypothesis pytest scikit-learn tensorboard torchmetrics \
+	  dvclive hydra-core joblib optuna optuna-integration 'ray[train,tune]'
 	@touch $@
 
 # What the demo needs; the tests need that and more.

@@ -121,6 +121,8 @@ setup(
             "mypy",
             "nbclient",
             "omegaconf",
+            "optuna",
+            "optuna-integration",
             "peft",
             "pytest>=9",
             "pytest-xdist",

@@ -121,7 +121,7 @@ def test_the_source_distribution_holds_files_and_no_links(source: Path, distribu
     modules = [file for folder in house.PACKAGES for file in house.python_files(source / folder)]
     assert {file.relative_to(source).as_posix() for file in modules} <= set(members)
     assert {"LICENSE", "README.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff"} <= set(members)
-    assert {"constraints.txt", "constraints-xla.txt", "tests/conftest.py"} <= set(members)
+    assert {"constraints.txt", "constraints-vendors.txt", "constraints-xla.txt", "tests/conftest.py"} <= set(members)
     assert [name for name in members if name.startswith(tuple(LINKS))] == []
 
 

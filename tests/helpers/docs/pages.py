@@ -3,7 +3,7 @@
 | fence | what happens |
 |---|---|
 | `python` | runs, in the namespace of the blocks before it |
-| `python title="train.py"` (a title with a dot) | is written to that file |
+| any with `title="train.py"` (a title with a dot) | is written to that file |
 | `bash` | runs in a shell, in the same folder |
 | `python title="Lightning"` (a name in `FOREIGN`) | is only compiled, because that package may not be installed |
 | any other language | is skipped: output, configuration |
@@ -23,7 +23,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FOREIGN", "Block", "blocks", "run_page"]
+__all__ = ["FOREIGN", "Block", "blocks", "run_page", "write"]
 
 FOREIGN = ("Lightning", "Fabric", "Accelerate", "Hugging Face Trainer", "PyTorch")
 
@@ -55,6 +55,13 @@ def blocks(markdown: str) -> list[Block]:
     return found
 
 
+def write(block: Block, folder: Path) -> None:
+    """Write a block that has the name of a file to that file below a folder."""
+    path = folder / block.title
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(block.text, "utf-8")
+
+
 def run_page(page: Path) -> None:
     """Run the blocks of a page in the current folder, as `__main__`."""
     namespace = vars(sys.modules["__main__"])
@@ -62,7 +69,7 @@ def run_page(page: Path) -> None:
         if block.reason is not None:
             continue
         if "." in block.title:
-            Path(block.title).write_text(block.text, "utf-8")
+            write(block, Path())
         elif block.language == "python":
             source = "\n" * (block.line - 1) + block.text
             code = compile(source, str(page), "exec")

@@ -6,10 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from helpers.docs.pages import blocks
+from helpers.docs.pages import blocks, write
 from helpers.support import ROOT, run_python
 
-__all__ = ["name_of", "pages_in", "runs_in_order", "with_code"]
+__all__ = ["name_of", "pages_in", "run_files_of", "runs_in_order", "with_code"]
 
 
 def name_of(page: Path) -> str:
@@ -34,3 +34,18 @@ def runs_in_order(page: Path, folder: Path) -> None:
     )  # `python` and `trainkit` of this environment
     done = run_python(str(ROOT / "tests/helpers/docs/pages.py"), str(page), "", cwd=folder, env={"PATH": path}, timeout=400)
     assert done.returncode == 0, f"{name_of(page)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def run_files_of(page: str, folder: Path, *command: str) -> str:
+    """Write the files of a how-to page to a folder, and run Python there; returns what it prints.
+
+    A new interpreter runs it, because such a page opens a door, which stays open until a process ends.
+    """
+    for block in blocks((ROOT / "docs" / "how-to" / page).read_text("utf-8")):
+        if "." in block.title:
+            write(block, folder)
+    done = run_python(
+        "-u", *command, cwd=folder, bare=True, env={"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": ""}, timeout=900
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
+    return done.stdout
