@@ -14,14 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from helpers.docs.pages import blocks
 from helpers.launch.agents import wait_until
 from helpers.launch.configurations import MULTI_CPU, MULTI_GPU, ONE_CPU, TWO_MACHINES, ZERO2
-from helpers.support import run_python
+from helpers.support import ROOT, run_python
 
 from trainkit.cli.main import main
 from trainkit.config.settings import VARIABLE, Settings, carry, debugging, read_process_settings
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
+from trainkit.launch.environment import read_ranks
 
 Launch = Callable[..., Job]
 
@@ -558,3 +561,59 @@ def test_ctrl_c_in_a_terminal(script: str, tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert errors.count("KeyboardInterrupt") == 2  # one from each worker, none from the agent
+
+
+# ------------------------------------------------------------------------------------------------------- files for clusters
+
+FILES = {block.title: block.text for block in blocks((ROOT / "docs/how-to/kubernetes-and-slurm.md").read_text("utf-8"))}
+TRAINER = {"image", "command", "args", "env", "numNodes", "numProcPerNode", "resourcesPerNode"}  # fields of Kubeflow's API
+
+
+def test_the_train_job_of_the_how_to_page(launch: Launch) -> None:
+    """With the variables that Kubeflow's torch runtime sets from the fields."""
+    file = yaml.safe_load(FILES["trainjob.yaml"])
+    assert (file["apiVersion"], file["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert set(file["spec"]) == {"runtimeRef", "trainer"}
+    trainer, name = file["spec"]["trainer"], file["metadata"]["name"]
+    assert set(trainer) <= TRAINER
+    assert all(isinstance(word, str) for word in trainer["command"])
+    assert trainer["command"][:2] == ["trainkit", "launch"]
+    pod = {
+        "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+        "PET_NNODES": str(trainer["numNodes"]),
+        "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": f"{name}-node-0-0.{name}",
+        "PET_MASTER_PORT": "29500",
+    }
+    Path("train.py").touch()
+    job = launch(*trainer["command"][2:], **pod)
+    assert (job.least, job.most, job.node_rank, job.per_node, job.max_restarts) == (2, 2, 1, 8, 3)
+    assert (job.master_addr, job.master_port, job.command[-1]) == ("digits-node-0-0.digits", 29500, "train.py")
+
+
+@pytest.mark.parametrize("name", ["train.sbatch", "launch.sbatch"])
+def test_the_batch_scripts_of_the_how_to_page(name: str, launch: Launch) -> None:
+    text = FILES[name]
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    options = dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in text.splitlines() if "#SBATCH" in line)
+    known = {"job-name", "nodes", "ntasks-per-node", "gpus-per-node", "time", "signal", "requeue"}  # of `man sbatch`
+    assert set(options) <= known
+    srun, *command = shlex.split(text.splitlines()[-1])
+    assert srun == "srun"
+    nodes, each = int(options["nodes"]), int(options["ntasks-per-node"])
+    task = {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(nodes * each),
+        "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_TASKS_PER_NODE": f"{each}(x{nodes})",
+        "SLURM_STEP_NODELIST": f"n[1-{nodes}]", "SLURM_PROCID": str(each), "SLURM_LOCALID": "0", "SLURM_NODEID": "1",
+    }  # fmt: skip
+    if command[0] == "python":
+        ranks = read_ranks(task)
+        assert ranks is not None
+        assert (ranks.rank, ranks.size, ranks.local_size, ranks.node, ranks.master_addr) == (8, 16, 8, 1, "n1")
+    else:
+        assert command[:2] == ["trainkit", "launch"]
+        Path("train.py").touch()
+        job = launch(*command[2:], **task)
+        assert (job.least, job.node_rank, job.per_node, job.max_restarts) == (2, 1, 8, 3)
+        assert (job.master_addr, job.command[-1]) == ("n1", "train.py")
