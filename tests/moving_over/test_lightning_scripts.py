@@ -19,6 +19,8 @@ import pytest
 from helpers.lightning import listing
 from helpers.support import ROOT
 
+from trainkit.names.doors import variables
+
 pytestmark = pytest.mark.lightning
 
 SCRIPTS = Path(__file__).with_name("scripts")
@@ -28,7 +30,7 @@ RENAMED = [  # all that a script needs
     (r"^import lightning(\.pytorch)?( as \w+)", r"import trainkit\2"),
     (r"^from lightning(\.pytorch)? import", "from trainkit import"),
     (r"^from lightning\.pytorch\.", "from trainkit."),
-    (r"(class_path|_target_): lightning\.pytorch\.", r"\1: trainkit."),
+    (r"_target_: lightning\.pytorch\.", "_target_: trainkit."),
 ]
 
 
@@ -38,9 +40,11 @@ def _lightning() -> None:
         pytest.skip("Lightning is not there: make test-lightning installs it")
 
 
-def printed(script: str, folder: Path, package: Path | str, *arguments: str) -> dict[str, Any]:
+def printed(script: str, folder: Path, package: Path | str, *arguments: str, door: bool = False) -> dict[str, Any]:
     """Run a script in its folder; returns the JSON that it prints last."""
     environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    if door:
+        environment |= variables("lightning", environment)
     path = folder / script
     command = [sys.executable, "-W", "ignore", path.name, *arguments]
     done = subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
@@ -50,7 +54,7 @@ def printed(script: str, folder: Path, package: Path | str, *arguments: str) -> 
 
 
 def rename(folder: Path) -> None:
-    """Rename the imports of all scripts and the class paths of all configurations in a folder."""
+    """Rename the imports of all scripts and the `_target_` of all configurations in a folder."""
     for path in [*folder.rglob("*.py"), *folder.rglob("*.yaml")]:
         text = path.read_text("utf-8")
         for pattern, replacement in RENAMED:
@@ -58,13 +62,14 @@ def rename(folder: Path) -> None:
         path.write_text(text, "utf-8")
 
 
-def assert_equal(script: str, folder: Path, *arguments: str) -> None:
+def assert_equal(script: str, folder: Path, *arguments: str, door: bool = False) -> None:
     """A script computes the same losses under both, bit for bit, and the same means to the precision of float32."""
     for name in ("theirs", "ours"):
         shutil.copytree(SCRIPTS, folder / name)
-    rename(folder / "ours")
+    if not door:
+        rename(folder / "ours")
     theirs = printed(script, folder / "theirs", LIGHTNING, *arguments)
-    ours = printed(script, folder / "ours", ROOT, *arguments)
+    ours = printed(script, folder / "ours", ROOT, *arguments, door=door)
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name] == (pytest.approx(value, rel=1e-6) if name in MEANS else value), name
@@ -77,14 +82,17 @@ def test_a_script(script: str, tmp_path: Path) -> None:
 
 
 def test_a_project_with_a_command_line(tmp_path: Path) -> None:
+    """`class_path: lightning.pytorch.…` in its file stays as it is."""
     arguments = ("fit", "--config", "config.yaml", "--trainer.max_epochs=3", "--model.hidden", "20")
     assert_equal("cli_project/main.py", tmp_path, *arguments)
     (saved,) = (tmp_path / "ours").rglob("logs/**/config.yaml")
     assert "hidden: 20" in saved.read_text("utf-8")
 
 
-def test_a_project_like_the_hydra_template(tmp_path: Path) -> None:
-    assert_equal("hydra_template/train.py", tmp_path)
+@pytest.mark.parametrize("door", [False, True])
+def test_a_project_like_the_hydra_template(door: bool, tmp_path: Path) -> None:
+    """Behind the door, `_target_: lightning.pytorch.…` stays as it is."""
+    assert_equal("hydra_template/train.py", tmp_path, door=door)
 
 
 def test_the_list_of_names_is_that_of_the_installed_lightning(tmp_path: Path) -> None:

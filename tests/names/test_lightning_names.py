@@ -13,7 +13,7 @@ from helpers.runs.trainers import make_trainer
 import trainkit
 from trainkit.errors import UnknownNameError
 from trainkit.module.hook_checks import REMOVED
-from trainkit.names import advice, advice_by_place, table, use_instead
+from trainkit.names import advice, advice_by_place, home_of, our_path, table, use_instead
 
 ADVICE, LIGHTNING = advice_by_place(), table("lightning")
 SAME, OTHER, ABSENT = LIGHTNING["same"], LIGHTNING["renamed"], LIGHTNING["absent"]
@@ -205,3 +205,46 @@ def test_a_search_and_replace_of_the_package() -> None:
         from trainkit.pytorch.callbacks import EarlyStopp  # noqa: F401
     with pytest.raises(ModuleNotFoundError):
         import_module("trainkit.pytorch.nothing")
+
+
+@pytest.mark.parametrize(
+    "path, expected",
+    [
+        ("lightning.Trainer", "trainkit.Trainer"),
+        ("lightning.pytorch.trainer.trainer.Trainer", "trainkit.Trainer"),
+        ("pytorch_lightning.callbacks.EarlyStopping", "trainkit.callbacks.EarlyStopping"),
+        (
+            "lightning.pytorch.callbacks.early_stopping.EarlyStoppingReason",
+            "trainkit.callbacks.early_stopping.EarlyStoppingReason",
+        ),
+        ("torch.optim.Adam", "torch.optim.Adam"),
+        ("lightning.pytorch.callbacks", "lightning.pytorch.callbacks"),
+        ("my.lightning.pytorch.Trainer", "my.lightning.pytorch.Trainer"),
+    ],
+)
+def test_a_path_of_a_class(path: str, expected: str) -> None:
+    assert our_path(path) == expected
+
+
+def test_a_path_without_a_class_of_ours() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"strategies.DeepSpeedStrategy: this is .*Use: from trainkit.strategies import ZeRO"
+    ):
+        our_path("lightning.pytorch.strategies.DeepSpeedStrategy")
+    with pytest.raises(
+        UnknownNameError, match="callbacks.Nonsense: this is .* Expected the path of a class of trainkit or your own"
+    ):
+        our_path("lightning.pytorch.callbacks.Nonsense")
+
+
+def test_every_class_of_lightning_has_a_path_or_advice() -> None:
+    for place, names in IMPORTS.items():
+        for name in names:
+            if place.startswith("lightning.pytorch") and name[0].isupper() and not name.isupper():
+                path = f"{place}.{name}"
+                if use_instead(renamed(place), name) is None or home_of(renamed(place), name) is not None:
+                    module, _, known = our_path(path).rpartition(".")
+                    assert hasattr(import_module(module), known)
+                else:
+                    with pytest.raises(UnknownNameError, match=" Use: "):
+                        our_path(path)

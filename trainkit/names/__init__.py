@@ -25,6 +25,7 @@ from __future__ import annotations
 import dis
 import inspect
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
@@ -42,6 +43,7 @@ __all__ = [
     "home_of",
     "is_import_from",
     "lazily",
+    "our_path",
     "refuse_unknown",
     "submodule",
     "table",
@@ -241,3 +243,26 @@ def _use_of_lightning(group: str, name: str) -> str | None:
     lightning = table("lightning")
     use: str | None = {**lightning["absent"].get(group, {}), **lightning["renamed"].get(group, {})}.get(name)
     return use
+
+
+_PATH_OF_LIGHTNING = re.compile(r"(?:lightning(?:\.pytorch)?|pytorch_lightning)((?:\.[a-z_]\w*)*)\.([A-Z]\w*)")
+
+
+def our_path(text: str) -> str:
+    """The path of our class for that of a class of Lightning, such as a `class_path`; any other text as it is.
+
+    Raises:
+        UnknownNameError: trainkit has no such class; the message says what to use.
+    """
+    found = _PATH_OF_LIGHTNING.fullmatch(text)
+    if found is None:
+        return text
+    module, name = f"trainkit{found[1]}", found[2]
+    home = home_of(module, name)
+    if home is None:
+        use = use_instead(module, name)
+        raise UnknownNameError(
+            f"{text}: this is a class of Lightning, and trainkit has none of that name. "
+            + (f"Use: {use}" if use is not None else "Expected the path of a class of trainkit or your own")
+        )
+    return f"{home}.{name}"

@@ -14,6 +14,8 @@ def test_instantiate_class() -> None:
     optimizer = instantiate_class((parameters,), {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}})
     assert (type(optimizer), optimizer.param_groups[0]["lr"]) == (torch.optim.SGD, 0.5)
     assert type(instantiate_class(parameters, {"class_path": "torch.optim.Adam"})) is torch.optim.Adam
+    path = "lightning.pytorch.cli.ReduceLROnPlateau"  # of a configuration for Lightning
+    assert type(instantiate_class(optimizer, {"class_path": path, "init_args": {"monitor": "a"}})) is ReduceLROnPlateau
 
 
 def test_reduce_on_plateau_is_torchs_with_a_monitor() -> None:

@@ -22,6 +22,7 @@ from trainkit.cli import (
     TrainkitArgumentParser,
     TrainkitCLI,
 )
+from trainkit.cli.for_scripts.argument_parser import with_our_paths
 from trainkit.console import TrainkitWarning
 from trainkit.errors import ConfigurationError
 from trainkit.loggers import CSVLogger
@@ -52,6 +53,46 @@ def test_arguments_and_types() -> None:
     assert cli.config.model.size == (3, 4)
     assert cli.subcommand is None
     assert any(isinstance(callback, Timer) for callback in cli.trainer.callbacks)
+
+
+LIGHTNINGS = """
+trainer:
+  logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}
+  callbacks:
+  - {class_path: lightning.pytorch.callbacks.early_stopping.EarlyStopping, init_args: {monitor: val_loss}}
+  - pytorch_lightning.callbacks.Timer
+"""
+
+
+def test_the_class_paths_of_lightning_are_those_of_trainkit() -> None:
+    Path("lightning.yaml").write_text(LIGHTNINGS, "utf-8")
+    Path("part.yaml").write_text("class_path: lightning.pytorch.loggers.CSVLogger\n", "utf-8")
+    in_python = {"trainer": {"callbacks": {"class_path": "lightning.pytorch.callbacks.Timer"}}}
+    by_file = built("--config=lightning.yaml")
+    assert isinstance(by_file.trainer.logger, CSVLogger)
+    assert by_file.trainer.logger.save_dir == "logs"
+    assert {EarlyStopping, Timer} <= {type(callback) for callback in by_file.trainer.callbacks}
+    other = ["--note=see lightning.pytorch.callbacks.Timer", 3, None]
+    assert with_our_paths(other) == other
+    assert by_file.config.trainer.logger.class_path == "trainkit.loggers.CSVLogger"
+    for arguments in (
+        ["--trainer.callbacks+=lightning.pytorch.callbacks.Timer"],
+        ["--trainer.callbacks", "lightning.pytorch.callbacks.timer.Timer"],
+        ['--trainer.callbacks=[{"class_path": "lightning.pytorch.callbacks.Timer"}]'],
+    ):
+        assert any(isinstance(callback, Timer) for callback in built(*arguments).trainer.callbacks)
+    assert isinstance(built("--trainer.logger=part.yaml").trainer.logger, CSVLogger)
+    assert any(isinstance(callback, Timer) for callback in built(args=in_python, quiet=False).trainer.callbacks)
+
+
+def test_a_class_of_lightning_that_trainkit_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "lightning.pytorch.callbacks.RichProgressBarTheme"
+    Path("lightning.yaml").write_text(f"trainer: {{callbacks: [{{class_path: {path}}}]}}", "utf-8")
+    said = f"{path}: this is a class of Lightning, and trainkit has none of that name. Use: RichProgressBar"
+    for argument in ("--config=lightning.yaml", f"--trainer.callbacks={path}"):
+        with pytest.raises(SystemExit):
+            built(argument)
+        assert said in capsys.readouterr().err
 
 
 def test_classes_by_name() -> None:

@@ -20,7 +20,14 @@ from typing import Any, NoReturn, Protocol
 import docstring_parser
 import torch
 import yaml
-from jsonargparse import ArgumentParser, Namespace, register_unresolvable_import_paths, set_parsing_settings
+from jsonargparse import (
+    ArgumentParser,
+    Namespace,
+    get_loader,
+    register_unresolvable_import_paths,
+    set_loader,
+    set_parsing_settings,
+)
 from jsonargparse.typing import class_from_function
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -31,11 +38,13 @@ from trainkit.masking import HIDDEN, mask_value
 from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import use_configured_values
 from trainkit.module.train_module import TrainModule
+from trainkit.names import our_path
 from trainkit.trainer.trainer import Trainer
 
 __all__ = [
     "AUTOMATIC",
     "MASK",
+    "MODE",
     "SCHEDULER_TYPES",
     "ConfigContext",
     "LRSchedulerCallable",
@@ -52,6 +61,7 @@ __all__ = [
     "readable",
     "report_errors",
     "with_class_path",
+    "with_our_paths",
     "without_classes",
 ]
 
@@ -62,6 +72,34 @@ AUTOMATIC = "AUTOMATIC"
 register_unresolvable_import_paths(torch)
 # A dict for an argument without a type stays a dict: otherwise a checkpoint could create an object of any class.
 set_parsing_settings(instantiate_subclass_spec_in_any=False)
+
+
+def with_our_paths(value: Any) -> Any:
+    """A value of a configuration in which the paths of Lightning's classes are those of trainkit's.
+
+    Args:
+        value: What a file contains, or the arguments of a command line.
+
+    Raises:
+        UnknownNameError: trainkit has no such class; the message says what to use.
+    """
+    if isinstance(value, Namespace):
+        copy = value.clone()
+        vars(copy).update(with_our_paths(vars(value)))
+        return copy
+    if isinstance(value, dict):
+        return {key: with_our_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [with_our_paths(item) for item in value]
+    if not isinstance(value, str):
+        return value
+    option, sign, path = value.rpartition("=")  # --trainer.logger=lightning.pytorch.loggers.CSVLogger
+    return f"{option}{sign}{our_path(path)}" if option.startswith("--") else our_path(value)
+
+
+MODE = "trainkit"
+"""How the parser reads files and values: as YAML, with the classes of trainkit in place of Lightning's."""
+set_loader(MODE, lambda text: with_our_paths(get_loader("yaml")(text)), (yaml.YAMLError,))
 
 # Packages whose classes can be given by their names alone, which jsonargparse knows when they are imported.
 _NAMED = ("trainkit.callbacks", "trainkit.loggers", "trainkit.strategies")
@@ -131,7 +169,7 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
         optimizer = instantiate_class(module.parameters(), {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}})
         ```
     """
-    module, _, name = init["class_path"].rpartition(".")
+    module, _, name = our_path(init["class_path"]).rpartition(".")
     positional = args if isinstance(args, tuple) else (args,)
     return getattr(import_module(module), name)(*positional, **init.get("init_args", {}))
 
@@ -170,6 +208,7 @@ class TrainkitArgumentParser(ArgumentParser):
         default_env: bool = False,
         **kwargs: Any,
     ) -> None:
+        kwargs.setdefault("parser_mode", MODE)
         kwargs.setdefault("allow_abbrev", False)  # --trainer.max_epoch is a mistake, not --trainer.max_epochs
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []

@@ -33,7 +33,7 @@ from jsonargparse.typing import get_registered_type
 import trainkit.cli.for_scripts.argument_parser  # noqa: F401 - sets what a configuration may create
 from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.reader import open_checkpoint
-from trainkit.cli.for_scripts.argument_parser import TrainkitArgumentParser, class_of, without_classes
+from trainkit.cli.for_scripts.argument_parser import MODE, TrainkitArgumentParser, class_of, without_classes
 from trainkit.console import notice
 from trainkit.errors import CheckpointError
 from trainkit.launch.environment import option, options
@@ -50,7 +50,7 @@ _LISTS = (list, tuple, set, frozenset)
 _SEQUENCES = {*_LISTS, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection, abc.Set, abc.MutableSet}
 _MAPPINGS = {dict, abc.Mapping, abc.MutableMapping}
 _SPEC = {"class_path", "init_args", "dict_kwargs"}
-_MODES = {"yaml", "json", "toml"}  # jsonnet and OmegaConf, which are other modes, evaluate strings.
+_MODES = {"yaml", "json", "toml", MODE}  # jsonnet and OmegaConf, which are other modes, evaluate strings.
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _MAPPING_IN_YAML = re.compile(r":(\s|$)")
 _REFUSED: Any = object()

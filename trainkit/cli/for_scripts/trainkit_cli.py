@@ -33,10 +33,11 @@ from trainkit.cli.for_scripts.argument_parser import (
     needs_secrets,
     report_errors,
     with_class_path,
+    with_our_paths,
 )
 from trainkit.cli.for_scripts.saved_arguments import checkpoint_defaults
 from trainkit.console import warn
-from trainkit.errors import CheckpointNotFoundError, ConfigurationError, TrainkitError
+from trainkit.errors import CheckpointNotFoundError, ConfigurationError, TrainkitError, UnknownNameError
 from trainkit.launch.environment import options
 from trainkit.loggers.run_files import regular_size, yaml_in
 from trainkit.masking import mask_arguments
@@ -417,14 +418,16 @@ class TrainkitCLI:
                 f"args={args!r} is used, and the command line {mask_arguments(sys.argv[1:])} is not. Expected one of them: "
                 f"call {type(self).__name__} without args in a script."
             )
-        arguments = sys.argv[1:] if args is None else args
+        with report_errors(parser, ConfigurationError):
+            arguments = with_our_paths(sys.argv[1:] if args is None else args)
         parse: Any = parser.parse_args if isinstance(arguments, Sequence) else parser.parse_object
         if isinstance(arguments, Sequence) and arguments and arguments[0] in self._subcommand_parsers:
             subparser = self._subcommand_parsers[arguments[0]]
             with report_errors(subparser, ConfigurationError):
                 checkpoint_defaults(subparser, arguments, self.model_class or TrainModule, self.subclass_mode_model)
             parser.required_by_checkpoint = subparser.required_by_checkpoint
-        self.config = parse(arguments)
+        with report_errors(parser, UnknownNameError):  # of a class in a file
+            self.config = parse(arguments)
         self._drop_trust(arguments)
         name = self.config.get("subcommand")
         if masked := find_masked_keys(self.config if name is None else self.config[name]):
