@@ -1,4 +1,4 @@
-"""Short names → classes, imported when used, and `StrategyInfo`, the declaration of a strategy.
+"""Short names → classes, imported when used, `StrategyInfo`, the declaration of a strategy, and adapters of foreign objects.
 
 The package of a strategy has its declaration, `INFO`, in its `__init__.py`, which imports neither the class nor its backend.
 The core reads these declarations and never names a backend, so that a new strategy needs no change here.
@@ -17,10 +17,12 @@ from typing import Any
 from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = [
+    "ADAPTERS",
     "CALLBACKS",
     "SINGLE",
     "StrategyInfo",
     "accepts_keyword",
+    "adapt",
     "automatic_info",
     "automatic_strategy",
     "find_info",
@@ -124,6 +126,22 @@ CALLBACKS: dict[str, str] = {
     "rich_model_summary": "trainkit.callbacks.rich_model_summary:RichModelSummary",
     "timer": "trainkit.callbacks.timer:Timer",
 }
+
+_LIGHTNING = {
+    "callbacks.callback.Callback": "trainkit.compat.lightning_objects:adapt_callback",
+    "core.datamodule.LightningDataModule": "trainkit.compat.lightning_objects:refuse_datamodule",
+    "core.module.LightningModule": "trainkit.compat.lightning_objects:refuse_module",
+    "loggers.logger.Logger": "trainkit.compat.lightning_objects:adapt_logger",
+    "profilers.profiler.Profiler": "trainkit.compat.lightning_objects:refuse_other",
+    "strategies.strategy.Strategy": "trainkit.compat.lightning_objects:refuse_other",
+}
+
+ADAPTERS: dict[str, str] = {
+    f"{package}.{path}": function
+    for package in ("lightning.pytorch", "pytorch_lightning")
+    for path, function in _LIGHTNING.items()
+}
+"""Path of a class of another framework → path of a function, which gets an object of that class, and the class."""
 
 # Prefixes of the names of Lightning's strategies that trainkit does not have.
 _UNSUPPORTED = ("hpu", "horovod", "bagua", "colossalai")
@@ -261,9 +279,29 @@ def make_strategy(strategy: Any, **options: Any) -> Any:
         if strategy in info.command_line and (parsed := load(info.command_line[strategy])(sys.argv[1:])) is not None:
             return load(info.path)(**{**parsed, **options})
         return _create(strategy, load(info.path), {**info.names[name], **defaults, **options})
+    strategy = adapt(strategy)  # Lightning's have an optimizer_step too.
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
         raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
     return strategy
+
+
+def adapt(value: Any) -> Any:
+    """What trainkit uses in place of an object of another framework: an adapter that calls it; other objects as they are.
+
+    It imports no framework: the class of an object is in `sys.modules`.
+
+    Args:
+        value: An object that is not an instance of the class of trainkit that was expected.
+
+    Raises:
+        TrainkitError: The object cannot work here. The message says what to use instead.
+    """
+    for path, function in ADAPTERS.items():
+        module, _, name = path.rpartition(".")
+        kind = vars(sys.modules[module]).get(name) if module in sys.modules else None
+        if isinstance(kind, type) and isinstance(value, kind):
+            return load(function)(value, kind)
+    return value
 
 
 def accepts_keyword(function: Callable[..., Any], name: str) -> bool:

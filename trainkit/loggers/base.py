@@ -21,6 +21,7 @@ from trainkit.loggers.log_folder import (
     check_version,
     claim_folder,
     folder_state,
+    has_folder,
     replace_file,
     resume_log,
 )
@@ -179,6 +180,24 @@ class Logger(KnownKeywords):
     def set_rank(self, rank: int) -> None:
         """Set the rank of this process. Default: the environment variable `RANK`, else 0."""
         self._rank = rank
+
+    def _open_early(self) -> None:
+        """Called before the first hook of a run. Loggers of trainkit open when they are used."""
+
+    def _log_module(self, module: Any) -> None:
+        """Called with the module of a run after its hyper-parameters, for loggers that draw it."""
+
+    def _folder_values(self) -> list[Any] | None:
+        """The folder on the main process in plain values, for the others; `None` if the backend has its own layout."""
+        if not has_folder(self):
+            return None
+        folder = self._run_folder()
+        claim_folder(folder)
+        return [str(folder.root), folder.version]
+
+    def _use_folder(self, values: list[Any]) -> None:
+        """Take what `_folder_values` of the main process has returned."""
+        self._folder = LogFolder(Path(values[0]), values[1])
 
     @property
     def is_main_process(self) -> bool:

@@ -6,13 +6,12 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, MissingPackageError, UnknownNameError, missing_package, nearest
 from trainkit.loggers.base import Logger, is_installed
-from trainkit.loggers.log_folder import LogFolder, claim_folder, find_folder, has_folder
+from trainkit.loggers.log_folder import find_folder, has_folder
 
 __all__ = [
     "LOGGERS",
@@ -188,7 +187,7 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
             for logger, state in zip(loggers, states, strict=True):
                 if state is not None and "folder" in state:
                     logger._found = state, find_folder(logger, state)
-            chosen = {"folders": [_folder_values(logger) for logger in loggers]}
+            chosen = {"folders": [logger._folder_values() for logger in loggers]}
         except ConfigurationError as error:
             chosen = {"error": str(error)}
     chosen = world.from_main(chosen)
@@ -199,13 +198,4 @@ def share_folders(loggers: Sequence[Logger], world: World, saved: Sequence[Mappi
     for logger, folder, state in zip(loggers, chosen["folders"], states, strict=True):
         logger._found = None if state is None else (state, None)  # the main process has searched for the folder
         if folder is not None:
-            logger._folder = LogFolder(Path(folder[0]), folder[1])
-
-
-def _folder_values(logger: Logger) -> list[Any] | None:
-    """The folder of a logger in plain values; None if the backend has its own layout."""
-    if not has_folder(logger):
-        return None
-    folder = logger._run_folder()
-    claim_folder(folder)
-    return [str(folder.root), folder.version]
+            logger._use_folder(folder)

@@ -21,6 +21,7 @@ from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.optim.optimizer_config import read_optimizers
+from trainkit.registry import adapt
 from trainkit.rng import RandomState
 from trainkit.strategy import Contents, Strategy
 
@@ -105,6 +106,7 @@ class RunEstimator:
         """
         module = getattr(module, "_orig_mod", module)
         if not isinstance(module, TrainModule):
+            adapt(module)
             hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
             raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{hint}")
         if not (is_overridden(module, "configure_optimizers", TrainModule) or self.strategy.has_optimizer):

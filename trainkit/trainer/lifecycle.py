@@ -40,7 +40,7 @@ from trainkit.module.hook_table import HookTable
 from trainkit.module.hparams import StorableHyperParameters
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
-from trainkit.registry import load_callback
+from trainkit.registry import adapt, load_callback
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.tagged_json.codec import plain_container
 from trainkit.trainer.eval_loop import explain_inference_tensors
@@ -62,6 +62,7 @@ __all__ = [
     "attach_callbacks",
     "attach_loggers",
     "build_hooks",
+    "checked_callbacks",
     "interruptible",
     "merge_module_callbacks",
     "refuse_evaluation",
@@ -123,10 +124,9 @@ def attach_callbacks(
         HookError: an object that is not a callback, or has a hook that cannot be called.
         ConfigurationError: the same callback twice, or one that contradicts an argument.
     """
-    callbacks: list[Callback] = [] if user_callbacks is None else _as_list(user_callbacks)
-    for callback in callbacks:
-        check_callback(callback)
-    if len({id(callback) for callback in callbacks}) < len(callbacks):
+    given = [] if user_callbacks is None else _as_list(user_callbacks)
+    callbacks = checked_callbacks(given)
+    if len({id(callback) for callback in given}) < len(given):
         raise ConfigurationError("callbacks contains the same object twice. Pass each callback once.")
     arguments = trainer._arguments
     of_value = ("accumulate_grad_batches", "gradient_clip_val", "max_time")  # arguments whose value the callback gets
@@ -161,6 +161,22 @@ def attach_callbacks(
         )
     attach("model_checkpoint", checkpoints, "enable_checkpointing")
     return _checkpoints_last(callbacks)
+
+
+def checked_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
+    """The callbacks; those of another framework are adapted.
+
+    Raises:
+        HookError: an object that is not a callback, or has a hook that cannot be called.
+    """
+    checked = list(map(_as_callback, callbacks))
+    for callback in checked:
+        check_callback(callback)
+    return checked
+
+
+def _as_callback(value: Any) -> Any:
+    return value if isinstance(value, Callback) else adapt(value)
 
 
 def _has_bar(callbacks: Iterable[Callback], enabled: bool) -> bool:
@@ -208,7 +224,7 @@ def merge_module_callbacks(trainer: Trainer, module: TrainModule) -> None:
 
     Callbacks of the module of an earlier run are removed, and those that they replaced are restored.
     """
-    own_callbacks = [c for c in trainer.callbacks if not _contains(trainer._module_callbacks, c)]
+    own_callbacks = [_as_callback(c) for c in trainer.callbacks if not _contains(trainer._module_callbacks, c)]
     own_callbacks += [c for c in trainer._replaced_callbacks if not _contains(own_callbacks, c)]
     configured = _configure_callbacks(module)
     kinds = {type(callback) for callback in configured}
@@ -232,10 +248,7 @@ def _contains(callbacks: list[Callback], callback: Callback) -> bool:
 def _configure_callbacks(module: TrainModule) -> list[Callback]:
     """What `configure_callbacks` returns, checked."""
     configured = module.configure_callbacks() if is_overridden(module, "configure_callbacks", TrainModule) else None
-    callbacks = [] if configured is None else _as_list(configured)
-    for callback in callbacks:
-        check_callback(callback)
-    return callbacks
+    return checked_callbacks([] if configured is None else _as_list(configured))
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -264,6 +277,7 @@ def attach_loggers(trainer: Trainer, user_loggers: bool | str | Logger | Sequenc
         loggers = [default_logger()]
     else:
         loggers = [make_logger(one) if isinstance(one, str) else one for one in _as_list(user_loggers)]
+    loggers = [logger if isinstance(logger, Logger) else adapt(logger) for logger in loggers]
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigurationError(
@@ -293,6 +307,8 @@ def share_log_folders(run: Run, saved: Sequence[Mapping[str, Any]] = ()) -> None
     Raises:
         ConfigurationError: a folder cannot be created.
     """
+    for logger in run.loggers:
+        logger._open_early()
     if run.distributed and run.loggers:
         from trainkit.loggers.logger_setup import share_folders
 
@@ -317,9 +333,15 @@ def start_loggers(run: Run) -> None:
     _make_log_folders(run.loggers)
     if values and run.loggers:
         kept = {name: value for owner in owners for name, value in StorableHyperParameters(owner, code=True).values.items()}
-        for logger in run.loggers:
-            with logger._surviving("write the hyper-parameters"):
-                logger.log_hyperparams(kept)
+        _log_hyperparams(run.loggers, kept)
+    for logger in run.loggers:
+        logger._log_module(run.module)
+
+
+def _log_hyperparams(loggers: list[Logger], values: Mapping[str, Any]) -> None:
+    for logger in loggers:
+        with logger._surviving("write the hyper-parameters"):
+            logger.log_hyperparams(values)
 
 
 def _make_log_folders(loggers: list[Logger]) -> None:
@@ -486,6 +508,7 @@ def _read_saved_loggers(run: Run) -> Any:
 
 def _check_inputs(module: object, datamodule: object, loaders: tuple[Any, ...]) -> None:
     if not isinstance(module, TrainModule):
+        adapt(module)
         hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
         raise ModuleError(
             f"expected a TrainModule, received {type(module).__name__}.{hint} To train a plain nn.Module, write your "
@@ -509,6 +532,7 @@ def refuse_datamodule(datamodule: object) -> None:
     if datamodule is None:
         return
     if not isinstance(datamodule, DataModule):
+        adapt(datamodule)
         hint = f" Did you forget to make an instance: {datamodule.__name__}()?" if isinstance(datamodule, type) else ""
         raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.{hint}")
     check_datamodule(datamodule, DataModule)

@@ -23,6 +23,7 @@ from trainkit.console import echo, warn
 from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
 from trainkit.loggers.log_folder import replace_file
 from trainkit.paths import disk_path
+from trainkit.registry import adapt
 
 __all__ = [
     "PASS_THROUGH",
@@ -376,6 +377,7 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
     if isinstance(profiler, Profiler):
         return profiler
     if not isinstance(profiler, str):
+        adapt(profiler)
         raise ConfigurationError(f"profiler must be a name ({', '.join(_NAMES)}) or a Profiler object, not {profiler!r}.")
     name = profiler.lower()
     if name == "pytorch":

@@ -31,7 +31,6 @@ from trainkit.metrics.store import as_tensors
 from trainkit.metrics.values import read
 from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.module.data_module import DataModule
-from trainkit.module.hook_checks import check_callback
 from trainkit.module.hook_table import HookTable
 from trainkit.module.train_module import TrainModule
 from trainkit.names import advice, refuse_unknown
@@ -56,6 +55,7 @@ from trainkit.trainer.lifecycle import (
     attach_callbacks,
     attach_loggers,
     build_hooks,
+    checked_callbacks,
     interruptible,
     refuse_datamodule,
     refuse_evaluation,
@@ -655,9 +655,7 @@ class Trainer:
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
-        for callback in callbacks:
-            check_callback(callback)
-        self._run.callbacks = callbacks
+        self._run.callbacks = checked_callbacks(callbacks)
 
     @property
     def loggers(self) -> list[Logger]:
@@ -949,11 +947,6 @@ class Trainer:
         return updates if self.max_steps == -1 else min(updates, self.max_steps)
 
     # ---------------------------------------------------------------------------------------------------- for this package
-
-    @property
-    def _accelerator_connector(self) -> SimpleNamespace:
-        """What callbacks of other packages read: `is_distributed`, whether the run has several processes."""
-        return SimpleNamespace(is_distributed=self.strategy.world.size > 1)
 
     if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
 
