@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV ?= .venv
 XLA_VENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/xla-2.9
 LIGHTNING ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/lightning-2.6.6
+LIBRARIES ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/libraries
 PEERS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/peers
 VENDORS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/trainkit/vendors
 JOBS ?= auto
@@ -51,9 +52,10 @@ test-changed: $(VENV)/.test ## the tests of the rooms that the changes since SIN
 test-docs: $(VENV)/.test ## run the code of the documentation's pages
 	$(PYTEST) $(PARALLEL) -m docs tests/docs $(ARGS)
 
-test-slow: $(VENV)/.test ## the tests marked slow, with all cases of the grids, and those of how soon things happen
+test-slow: $(VENV)/.test $(LIBRARIES)/.made ## the tests marked slow, with all cases of the grids, and those of how soon things happen
 	$(RUN) tests/helpers/zero/compile_extensions.py
-	$(PYTEST) $(PARALLEL) -m "slow and not prompt and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
+	TRAINKIT_LIBRARIES="$(abspath $(LIBRARIES))" \
+	  $(PYTEST) $(PARALLEL) -m "slow and not prompt and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]  # 5: there are none
 	$(PYTEST) -m "prompt and not xla and not docs" $(ARGS) || [ $$? -eq 5 ]
 	TRAINKIT_ALL_EXAMPLES=1 $(PYTEST) $(PARALLEL) -m hypothesis $(ARGS) || [ $$? -eq 5 ]
 
@@ -152,6 +154,11 @@ $(VENDORS)/.made: constraints.txt constraints-vendors.txt | $(RUN)
 	"$(VENDORS)/bin/python" -m pip install --disable-pip-version-check -c "$(VENDORS)/constraints.txt" \
 	  torch cloudpickle fsspec numpy PyYAML safetensors tqdm xxhash hypothesis pytest scikit-learn tensorboard torchmetrics \
 	  dvclive hydra-core joblib optuna optuna-integration 'ray[train,tune]'
+# Libraries that are built on Lightning, with Lightning; trainkit is read from the checkout.
+$(LIBRARIES)/.made: constraints.txt | $(RUN)
+	[ -x "$(LIBRARIES)/bin/python" ] || $(RUN) -m venv "$(LIBRARIES)"
+	"$(LIBRARIES)/bin/python" -m pip install --disable-pip-version-check -c constraints.txt \
+	  torch lightning==2.6.6 xxhash tensorboard "darts[torch]==0.48.1" scvi-tools==1.4.2
 	@touch $@
 
 # What the demo needs; the tests need that and more.

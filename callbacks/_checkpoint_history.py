@@ -39,6 +39,11 @@ __all__: list[str] = []
 COUNTERS = ("epoch", "step")
 DEFAULT_TEMPLATE = "step-{step:08d}"
 EQUALS = "="
+# Methods of Lightning's class that subclasses of other packages override.
+_PRIVATE = (
+    *("_save_checkpoint", "_remove_checkpoint", "_update_best_and_save", "_save_topk_checkpoint", "_save_last_checkpoint"),
+    *("_save_none_monitor_checkpoint", "_save_monitor_checkpoint", "_monitor_candidates", "_should_skip_saving_checkpoint"),
+)
 _FIX = "Fix: ModelCheckpoint(filename='{epoch:02d}-{val_loss:.2f}')"
 
 
@@ -180,14 +185,26 @@ _FIXED: dict[str, tuple[Any, str]] = {
 }
 
 
-def check_constants(callback: object) -> None:
-    """Check that no constant was changed that trainkit cannot follow, because it finds checkpoints by their names."""
+def check_subclass(callback: object) -> None:
+    """Check that a subclass changes nothing that trainkit cannot follow.
+
+    Raises:
+        UnsupportedArgumentError: It has another value of a constant, because checkpoints are found by their names; or it
+            overrides a private method of Lightning's class, which is never called.
+    """
+    kind = type(callback)
     for name, (value, fix) in _FIXED.items():
         now = getattr(callback, name)
         if now != value:
             raise UnsupportedArgumentError(
-                f"{type(callback).__name__}.{name} is {now!r}, but names of checkpoints always have {value!r} here. Fix: {fix}"
+                f"{kind.__name__}.{name} is {now!r}, but names of checkpoints always have {value!r} here. Fix: {fix}"
             )
+    if private := next((name for name in _PRIVATE if hasattr(kind, name)), None):
+        raise UnsupportedArgumentError(
+            f"{kind.__name__}.{private} would never be called: it overrides a private method of Lightning's class, and "
+            "trainkit saves in another way. Fix: use ModelCheckpoint itself, and on_save_checkpoint or "
+            "Logger.after_save_checkpoint for what is to happen at a save"
+        )
 
 
 def check_interval(interval: Any) -> timedelta | None:

@@ -18,10 +18,10 @@ from trainkit.callbacks._checkpoint_history import (
     CheckpointHistory,
     Save,
     absolute,
-    check_constants,
     check_folder,
     check_interval,
     check_kept,
+    check_subclass,
     check_template,
     default_name,
     fill,
@@ -199,7 +199,7 @@ class ModelCheckpoint(CheckpointHistory):
     def setup(self, trainer: Trainer, module: TrainModule, stage: str) -> None:
         if stage != "fit":
             return
-        check_constants(self)
+        check_subclass(self)
         self._start_over()  # each fit is a new run; a resumed one loads its state after this
         same = [one for one in trainer.callbacks if isinstance(one, ModelCheckpoint) and one.state_key == self.state_key]
         if any(one is not self and one.user_dirpath == self.user_dirpath for one in same):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TQDMProgressBar"]
 
+Tqdm = tqdm  # what packages return from the init_*_tqdm that they override
+
 __getattr__, _ = lazily(globals(), {})  # says what to use instead of other names of Lightning's file
 
 _SECONDS_LIVE = 0.1  # Seconds between two refreshes of a bar.

@@ -787,6 +787,16 @@ def test_constants_of_lightning(begin) -> None:
             begin(changed)
 
 
+def test_a_private_method_of_lightning_that_is_overridden(begin) -> None:
+    """As scvi-tools does; it would never be called."""
+
+    class Own(ModelCheckpoint):
+        def _update_best_and_save(self, *arguments: Any) -> None: ...
+
+    with pytest.raises(UnsupportedArgumentError, match=r"Own\._update_best_and_save would never be called: .*Fix: "):
+        begin(Own("c"))
+
+
 def test_without_version_counter_a_name_is_used_again(begin) -> None:
     run = begin(ModelCheckpoint(filename="newest", enable_version_counter=False))
     run.epoch()

@@ -276,12 +276,6 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str |
     return size, "" if hasher is None else hasher.hexdigest()
 
 
-def sync_file(path: Path) -> None:
-    """Sync a file to the disk that another program has written."""
-    with path.open("rb+") as file:
-        _sync(file.fileno())
-
-
 def _sync(descriptor: int) -> None:
     if sys.platform == "darwin":
         import fcntl

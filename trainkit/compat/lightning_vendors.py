@@ -13,8 +13,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from trainkit.accelerator.processes import rank_and_size
+from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import ConfigurationError
+from trainkit.launch.environment import DEVICE, tpu_is_chosen
+from trainkit.launch.strategy_choice import read_devices
 from trainkit.loggers import base
 from trainkit.names import use_instead
 
@@ -44,6 +49,33 @@ class ClusterEnvironment:
 
 class LightningEnvironment(ClusterEnvironment):
     """The base class of Ray's `RayLightningEnvironment`."""
+
+
+class _AcceleratorConnector:
+    """What packages ask Lightning's private class, before they have a Trainer: which devices its arguments mean.
+
+    Args:
+        accelerator: As of `Trainer`.
+        devices: As of `Trainer`.
+        others: Further arguments of `Trainer`, which change neither.
+    """
+
+    def __init__(self, accelerator: str = "auto", devices: Any = "auto", **others: Any) -> None:
+        requested = read_devices(accelerator, devices, None)
+        kind = requested.accelerator
+        if kind == "auto":
+            kind = DEVICE if tpu_is_chosen() else find_device("auto").type
+        self._accelerator_flag = "tpu" if kind == DEVICE else kind
+        count = requested.per_node
+        if count in (None, -1):
+            count = max(1, torch.cuda.device_count()) if kind == "cuda" else 1
+        indices = list(range(count or 1) if requested.indices is None else requested.indices)
+        self._devices_flag: int | list[int] = indices if kind in ("cuda", "mps") else count or 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether these are several devices."""
+        return (self._devices_flag if isinstance(self._devices_flag, int) else len(self._devices_flag)) > 1
 
 
 # ---------------------------------------------------------------------------------------------------------------- the strategy

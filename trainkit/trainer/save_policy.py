@@ -181,7 +181,7 @@ class SavePolicy:
 
     def _omit(self, seen: dict[str, Any]) -> list[str]:
         """Remove what the user does not want to store; returns its names. Those that no hook has added are said once."""
-        omitted, unknown = [], []
+        omitted, unknown = list[str](), list[str]()
         for name in self._run.arguments.omit_from_checkpoint:
             owner, _, inner = name.partition(".")
             within, key = (seen[owner], inner) if inner and owner == "hyper_parameters" else (seen, name)
