@@ -34,8 +34,8 @@ SINCE ?= $(shell git merge-base HEAD main)
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning test-vendors environment xla-environment \
-  zero-extensions bench check docs docs-serve dist format clean
+.PHONY: help demo test test-changed test-docs test-slow test-fsdp test-zero test-xla test-lightning test-vendors environment \
+  xla-environment zero-extensions bench check docs docs-serve dist format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
