@@ -142,8 +142,7 @@ class SavePolicy:
         state = {**taken.state, **capture_run(run, None if weights_only else run.train_loader)}
         seen = checkpoint_for_hooks(run.progress.current_epoch, run.progress.global_step, taken.tensors["model"], state)
         run.hooks.run("on_save_checkpoint", seen)
-        if omitted := self._omit(seen):
-            state["omitted"] = omitted
+        self._omit(seen, state)
         taken.tensors["model"] = seen.pop("state_dict")
         aliases = taken.aliases["model"]  # Names that a hook has removed have no alias.
         taken.aliases["model"] = {alias: name for alias, name in aliases.items() if name in taken.tensors["model"]}
@@ -179,8 +178,8 @@ class SavePolicy:
             checksum=checksum,
         )
 
-    def _omit(self, seen: dict[str, Any]) -> list[str]:
-        """Remove what the user does not want to store; returns its names. Those that no hook has added are said once."""
+    def _omit(self, seen: dict[str, Any], state: dict[str, Any]) -> None:
+        """Remove what the user does not want to store, and note its names. Those that no hook has added are said once."""
         omitted, unknown = list[str](), list[str]()
         for name in self._run.arguments.omit_from_checkpoint:
             owner, _, inner = name.partition(".")
@@ -193,7 +192,8 @@ class SavePolicy:
                 f"omit_from_checkpoint names {join_names(unknown)}, which no on_save_checkpoint has added. Added: "
                 f"{join_names([name for name in seen if name not in ('epoch', 'global_step', 'state_dict', 'callbacks')])}."
             )
-        return omitted
+        if omitted:
+            state["omitted"] = omitted
 
     def _fingerprint_frozen(self) -> str:
         """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""
