@@ -187,11 +187,23 @@ def test_what_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         fabric.load(tmp_path / "nothing")
 
 
-def test_a_raw_state_dict_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["raw.safetensors", "lit_model.pth", "model.ckpt"])
+def test_a_raw_state_dict_is_loaded(name: str, tmp_path: Path) -> None:
     fabric = Fabric(accelerator="cpu")
     source, model = nn.Linear(2, 1), fabric.setup(nn.Linear(2, 1))
-    fabric.accelerator.save(source.state_dict(), tmp_path / "raw.safetensors")
-    fabric.load_raw(tmp_path / "raw.safetensors", model)
+    fabric.accelerator.save(source.state_dict(), tmp_path / name)
+    fabric.load_raw(tmp_path / name, model)
+    assert torch.equal(model.weight, source.weight)
+
+
+def test_a_file_of_the_other_fabric_is_loaded(tmp_path: Path) -> None:
+    """It is one of torch.save; the optimizer's own state dict in it has no names."""
+    fabric = Fabric(accelerator="cpu")
+    source, model = nn.Linear(2, 1), fabric.setup(nn.Linear(2, 1))
+    torch.save({"model": source.state_dict(), "steps": 3}, tmp_path / "state.ckpt")
+    state = {"model": model, "steps": 0}
+    assert fabric.load(tmp_path / "state.ckpt", state) == {}
+    assert state["steps"] == 3
     assert torch.equal(model.weight, source.weight)
 
 

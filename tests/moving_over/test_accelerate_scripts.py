@@ -20,24 +20,25 @@ import pytest
 import torch
 from torch import nn
 
-SCRIPT = Path(__file__).with_name("accelerate_scripts") / "by_feature.py"
+SCRIPTS = Path(__file__).with_name("accelerate_scripts")
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 
 
 @cache
-def computed(*launcher: str) -> dict[str, Any]:
-    """What the examples compute, by name."""
+def computed(*launcher: str, script: str = "by_feature.py") -> dict[str, Any]:
+    """What the examples of a script compute, by name."""
     with TemporaryDirectory() as folder:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "EXAMPLES_FOLDER": folder}
-        command = [sys.executable, "-W", "ignore", *launcher, str(SCRIPT)]
+        command = [sys.executable, "-W", "ignore", *launcher, str(SCRIPTS / script)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def behind_the_door(processes: int) -> dict[str, Any]:
-    return computed("-m", "trainkit", "launch", "--as", "accelerate", "--num_processes", str(processes))
+def behind_the_door(processes: int, script: str = "by_feature.py") -> dict[str, Any]:
+    launcher = ("-m", "trainkit", "launch", "--as", "accelerate", "--num_processes", str(processes))
+    return computed(*launcher, script=script)
 
 
 def test_the_examples_of_single_features() -> None:
@@ -78,3 +79,15 @@ def test_a_loop_that_reads_ahead_to_count_tokens_has_the_mean_over_all_of_them(p
             optimizer.step()
             optimizer.zero_grad()
     assert behind_the_door(processes)["autoregressive"]["norms"] == pytest.approx(norms, rel=1e-9)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_trainer_of_speech_continues_from_the_file_that_it_has_saved(processes: int) -> None:
+    """A run in two halves, with a file of `accelerator.save` that `torch.load` reads, is the whole run, bit for bit."""
+    found = behind_the_door(processes, "speech.py")
+    first, second = found["first"], found["second"]
+    assert first["losses"] + second["losses"] == found["whole"]["losses"]
+    assert second["weights"] == found["whole"]["weights"]
+    assert len(first["losses"]) == len(second["losses"]) == 16 // processes
+    if processes == 1:
+        assert found == computed(script="speech.py")
