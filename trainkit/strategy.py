@@ -260,7 +260,7 @@ class Strategy(Ranks):
         self._precision_was_given = self._precision_was_given or given
 
     @property
-    def mesh(self) -> Any:
+    def device_mesh(self) -> Any:
         """The device mesh of a strategy that shards over one; `None` without one."""
         return None
 

@@ -119,6 +119,11 @@ class FSDPStrategy(ProcessStrategy):
         return None if self._meshes is None else self._meshes.whole
 
     @property
+    def device_mesh(self) -> Any:
+        """The same, for `accelerator.state`."""
+        return self.mesh
+
+    @property
     def _single_group(self) -> bool:
         """Whether this is a single process that needs no sharding."""
         return self.world.size == 1 and not self.options.needs_sharding_alone(self.precision)

@@ -143,8 +143,11 @@ def test_names_are_those_of_trainkit() -> None:
 
 @pytest.mark.parametrize("package", ["trainkit", "trainkit.utils", "trainkit.state"])
 def test_what_is_not_there_says_what_to_use(package: str) -> None:
-    assert not {*ADVICE["trainkit"]} & {*utils.__all__, *trainkit.__all__}
+    same = {*ADVICE["trainkit"]} & {*utils.__all__, *trainkit.__all__}
+    assert same == {"load_state_dict"}  # trainkit's takes a checkpoint, and is not in utils
     for name, use in ADVICE["trainkit"].items():
+        if package == "trainkit" and name in same:
+            continue
         with pytest.raises(ImportError) as raised:
             exec(f"from {package} import {name}")
         assert str(raised.value) == f"{package} has no {name}. Use: {use_instead(package, name)}"

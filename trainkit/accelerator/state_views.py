@@ -184,7 +184,7 @@ class AcceleratorState(PartialState):
     @property
     def device_mesh(self) -> Any:
         """The device mesh of a strategy that has one; `None` without one."""
-        return self._accelerator.strategy.mesh
+        return self._accelerator.strategy.device_mesh
 
     @property
     def dynamo_plugin(self) -> TorchDynamoPlugin:

@@ -103,9 +103,11 @@ def _root(value: Any, name: str) -> Any:
     return value
 
 
-def _omitted(value: Any, name: str) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | tuple | set) else None
-    if names is None or not all(isinstance(one, str) and one for one in names):
+def _omitted(value: Any, name: str) -> Sequence[str] | None:
+    names = [value] if isinstance(value, str) else value
+    if names is None:
+        return None
+    if not isinstance(names, list | tuple) or not all(isinstance(one, str) and one for one in names):
         raise ConfigurationError(f"{name} must be a name or a list of names, not {value!r}. For example: {name}=['tokenizer']")
     if needed := [one for one in names if one in ("state_dict", "callbacks", "epoch", "global_step")]:
         raise ConfigurationError(f"{name}: {needed[0]!r} is needed to resume. Name what on_save_checkpoint adds.")
@@ -254,7 +256,7 @@ class TrainerArguments:
     enable_model_summary: bool | None = argument(True, optional(switch), kept=False)
     enable_checkpointing: bool | None = argument(True, optional(switch), kept=False)
     checksum: str = argument(DEFAULT_CHECKSUM, partial(choice, choices=tuple(CHECKSUMS)))
-    omit_from_checkpoint: str | Sequence[str] = argument((), _omitted)
+    omit_from_checkpoint: str | Sequence[str] | None = argument(None, _omitted)
     slurm_requeue: bool = argument(False, switch)
     profiler: Profiler | str | None = argument(None, kept=False)
     detect_anomaly: bool = argument(False, switch, kept=False)

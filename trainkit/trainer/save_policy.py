@@ -181,7 +181,7 @@ class SavePolicy:
     def _omit(self, seen: dict[str, Any], state: dict[str, Any]) -> None:
         """Remove what the user does not want to store, and note its names. Those that no hook has added are said once."""
         omitted, unknown = list[str](), list[str]()
-        for name in self._run.arguments.omit_from_checkpoint:
+        for name in self._run.arguments.omit_from_checkpoint or ():
             owner, _, inner = name.partition(".")
             within, key = (seen[owner], inner) if inner and owner == "hyper_parameters" else (seen, name)
             (omitted if key in within else unknown).append(name)
