@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ import yaml
 from torch import Tensor
 
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.checkpoint.ckpt_file import file_of, link_last, remove_file_of, write_ckpt
+from trainkit.checkpoint.ckpt_file import file_of, is_of_others, link_last, remove_file_of, write_ckpt
 from trainkit.checkpoint.commit import CommitResult
 from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, resolve_pointer, write_pointer
 from trainkit.checkpoint.manifest import Manifest, checkpoint_identity
@@ -419,8 +419,9 @@ class CheckpointHistory(Checkpoint):
         It takes the name of a checkpoint that it displaces from the best, so that `filename="best"` is the best at any time.
         Without a monitor it takes that of the one before, so that `filename="model"` is the newest. If it turns out that its
         parameters are not finite, `commit` gives it another name. The checkpoint of another run, whose state a run may have
-        restored, is never replaced.
+        restored, is never replaced. A name whose file is that of another program is taken.
         """
+        name = self._with_free_file(folder, name)
         path, best = str(folder / name), self._best_with("", score)
         if not self.enable_version_counter:  # a worse one must not replace one of the best
             return name, path not in self._ranking or path not in best
@@ -433,6 +434,14 @@ class CheckpointHistory(Checkpoint):
         if path in saved and saved[path].finite is False:
             return name, True
         return next(((os.path.basename(known), True) for known in displaced if known in saved), (name, False))
+
+    def _with_free_file(self, folder: Path, name: str) -> str:
+        """`name`, or the first of `name-v1`, … whose file can be written, since paths may name the file."""
+        number, free = 0, name
+        while self.also and is_of_others(file_of(folder / free)):
+            number += 1
+            free = f"{name}-v{number}"
+        return free
 
     def _list_saved(self, folder: Path, run_id: str) -> dict[str, Manifest]:
         """The good checkpoints of this run and callback in a folder: path → manifest."""
@@ -487,25 +496,44 @@ class CheckpointHistory(Checkpoint):
             save.best = frozenset(self._ranking)
         if not main:
             return
-        path = Path(save.path)
+        path, finite = Path(save.path), written.finite
         try:
             if self.also:
-                self._write_file(path)
-            if self.save_last and (written.finite or not self._finite):  # `last` is for resuming
-                write_pointer(path.parent, path.name, link=self.save_last == "link")
-                if self.also:
-                    link_last(file_of(path))
-            for old in self._list_outdated(save, checkpointing.run_id, written.finite):
-                remove_file_of(Path(old))
-                remove(Path(old))
-        except (CheckpointError, OSError) as error:  # the checkpoint is saved; the next save tries again
-            notice(f"ModelCheckpoint: {path} is saved, but: {error}")
+                self._try(path, self._write_file)
+            if self.save_last and (finite or not self._finite):  # `last` is for resuming
+                self._try(path, self._point_to)
+            self._try(path, lambda _: self._remove_outdated(save, checkpointing.run_id, finite))
         finally:
             checkpointing.tell_loggers(self)  # which may read the file, whose path they are given
 
+    def _try(self, path: Path, step: Callable[[Path], None]) -> None:
+        """Do what follows a save. If it fails, the checkpoint is saved, and the other steps are done."""
+        try:
+            step(path)
+        except (CheckpointError, OSError) as error:
+            notice(f"ModelCheckpoint: {path} is saved, but: {error}")
+
+    def _point_to(self, path: Path) -> None:
+        write_pointer(path.parent, path.name, link=self.save_last == "link")
+        if self.also:
+            link_last(file_of(path))
+
+    def _remove_outdated(self, save: Save, run_id: str, finite: bool) -> None:
+        for old in self._list_outdated(save, run_id, finite):
+            remove_file_of(Path(old))
+            remove(Path(old))
+
     def _write_file(self, path: Path) -> None:
-        """Write the file of a checkpoint that is complete; what cannot be in it is said once."""
-        for text in write_ckpt(open_checkpoint(path), file_of(path)):
+        """Write the file of a checkpoint that is complete; what cannot be in it is said once.
+
+        If it cannot be written, that of a checkpoint which had this name before is removed: it has other weights.
+        """
+        try:
+            omitted = write_ckpt(open_checkpoint(path), file_of(path))
+        except BaseException:
+            remove_file_of(path)
+            raise
+        for text in omitted:
             if text not in self._omitted:
                 self._omitted.add(text)
                 notice(f"ModelCheckpoint(also='ckpt'): omitted from {file_of(path).name}: {text}")

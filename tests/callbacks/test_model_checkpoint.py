@@ -700,6 +700,42 @@ def test_one_that_cannot_be_deleted_or_pointed_to_does_not_undo_the_save(begin, 
     assert "step-00000010 is saved, but: " in caplog.messages[0]
 
 
+def test_a_file_of_another_program_takes_its_name(begin, run_dir, caplog, monkeypatch) -> None:
+    """Paths that name files never name it, whatever says that names are used again."""
+    caplog.set_level("INFO", "trainkit")
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    (run_dir / "c").mkdir()
+    (run_dir / "c" / "best.ckpt").write_bytes(b"of another program")
+    for counter in (True, False):
+        run = begin(ModelCheckpoint("c", filename="best", also="ckpt", enable_version_counter=counter), run_id=str(counter) * 4)
+        run.epoch()
+        run.epoch()
+    assert not [text for text in caplog.messages if "is saved, but" in text]
+    assert run.names == ["best-v1", "best-v1.ckpt", "best.ckpt"]
+    assert (run_dir / "c" / "best.ckpt").read_bytes() == b"of another program"
+
+
+def test_a_file_that_cannot_be_written_stops_nothing_else(begin, run_dir, caplog, monkeypatch) -> None:
+    """What is outdated is still removed, such as on a full disk; nor does an older file of the same name stay."""
+    caplog.set_level("INFO", "trainkit")
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    run = begin(ModelCheckpoint("c", filename="model", also="ckpt", save_last=True))
+    run.epoch()
+    assert run.names == ["last", "last.ckpt", "model", "model.ckpt"]
+
+    def refuse(*arguments: Any) -> list[str]:
+        raise CheckpointWriteError("disk full")
+
+    monkeypatch.setattr("trainkit.callbacks._checkpoint_history.write_ckpt", refuse)
+    run.epoch()
+    assert run.names == ["last", "last.ckpt", "model"]
+    assert "model is saved, but: disk full" in caplog.messages[-1]
+    run = begin(ModelCheckpoint("d", also="ckpt", keep_last=1))
+    run.epoch()
+    run.epoch()
+    assert run.steps == [20]
+
+
 def test_the_pointer_names_the_newest(begin, run_dir) -> None:
     run = begin(ModelCheckpoint("c", save_last=True, keep_last=1))
     run.epoch()

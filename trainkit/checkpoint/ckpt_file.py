@@ -19,7 +19,17 @@ from trainkit.checkpoint.urls import remote_sync
 from trainkit.errors import CheckpointWriteError, UnsavableError
 from trainkit.names import table
 
-__all__ = ["SUFFIX", "checkpoint_of", "file_of", "folder_for", "lightning_form", "link_last", "remove_file_of", "write_ckpt"]
+__all__ = [
+    "SUFFIX",
+    "checkpoint_of",
+    "file_of",
+    "folder_for",
+    "is_of_others",
+    "lightning_form",
+    "link_last",
+    "remove_file_of",
+    "write_ckpt",
+]
 
 SUFFIX = ".ckpt"
 
@@ -67,7 +77,7 @@ def write_ckpt(checkpoint: Checkpoint, file: Path, changed: Mapping[str, Any] | 
         CheckpointWriteError: It cannot be written, or another file has its name.
         CheckpointError: The checkpoint is damaged.
     """
-    if os.path.lexists(file) and not is_ours(file) and (not file.is_file() or file.stat().st_size):
+    if is_of_others(file):
         raise CheckpointWriteError(f"{file} exists, and was not made of a checkpoint. Fix: move it, or choose another name.")
     content, omitted = lightning_form(checkpoint) if changed is None else (changed, [])
     write_torch_file(file, content, note=_note(checkpoint.identity if changed is None else b""))
@@ -106,6 +116,11 @@ def remove_file_of(checkpoint: Path) -> None:
 def is_ours(file: Path) -> bool:
     """Whether a file was made of a checkpoint, or is a link to such a file."""
     return note_in(file).startswith(_NOTE)
+
+
+def is_of_others(file: Path) -> bool:
+    """Whether there is something that is not to be replaced: not empty, and not made of a checkpoint."""
+    return os.path.lexists(file) and not is_ours(file) and (not file.is_file() or file.stat().st_size > 0)
 
 
 def lightning_form(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
