@@ -37,7 +37,7 @@ def test_save() -> None:
     assert sorted(os.listdir()) == ["folder", "weights.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.bin", "model.ckpt", "model"])
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.bin", "model.ckpt", "model", "best.pth.tar", "MODEL.PT"])
 def test_a_name_of_torch_gets_its_format(name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A training script saves so, and its own next run loads it: `torch.load("state.pt")["optimizer"]`."""
     model = nn.Linear(2, 1)
@@ -57,6 +57,17 @@ def test_a_name_of_torch_gets_its_format(name: str, caplog: pytest.LogCaptureFix
     assert not caplog.text
     with pytest.raises(UnsavableError, match=r"object\['model'\] cannot be stored in torch's format: it is a Linear"):
         Accelerator().save({"model": model}, "other.pt")
+
+
+@pytest.mark.parametrize("name", ["x.pt", "x.json"])
+def test_a_url_is_no_path_in_the_current_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINKIT_STAGING", str(tmp_path))
+    Accelerator().save({"epoch": 3}, f"file://{tmp_path}/{name}")
+    assert load(f"file://{tmp_path}/{name}") == load(tmp_path / name) == {"epoch": 3}
+    with pytest.raises(ConfigurationError, match=f"a file on a disk, got 'memory://x/{name}'"):
+        Accelerator().save({"epoch": 3}, f"memory://x/{name}")
+    assert os.listdir(tmp_path) == [name]
+    assert not Path("file:").exists()
 
 
 @pytest.mark.parametrize("name", ["array.pkl", "model.bin", "model.safetensors", "state"])

@@ -1248,9 +1248,9 @@ class Accelerator:
     def save(self, obj: Any, f: str | PathLike[str], safe_serialization: bool | None = None) -> None:
         """Write an object to a file, on the main process; other processes do nothing, and need not call it.
 
-        A name that ends with `.pt`, `.pth`, `.bin` or `.ckpt` gets torch's format, which `torch.load(f, weights_only=True)`
-        reads: of tensors, dict, list, tuple, str, bytes, int, float, bool, None and dtypes only. Tensors are stored on the
-        CPU.
+        A name that ends with `.pt`, `.pth`, `.bin`, `.ckpt` or `.tar` gets torch's format, which `torch.load` reads with
+        `weights_only=True`: of tensors, dict, list, tuple, str, bytes, int, float, bool, None and dtypes only. Tensors are
+        stored on the CPU.
 
         With any other name, tensors by name, such as a state dict, become a plain safetensors file, which `safetensors` and
         `from_pretrained` open. Anything else becomes JSON, in which tuples, sets, numpy arrays and the like keep their types;

@@ -45,7 +45,7 @@ from trainkit.errors import (
     StateMismatchError,
 )
 from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
-from trainkit.paths import local_path
+from trainkit.paths import local_path, url_of
 from trainkit.state.model import capture_model
 from trainkit.state.plan_checkpoint import checksums, compare_ranks, plan_checkpoint
 from trainkit.state.pretrained import adapter_folders, has_adapters
@@ -692,16 +692,21 @@ class Saving:
             )
         if not self._strategy.is_main_process:
             return
-        path = Path(f)
+        path = local_path(f, "save(obj, f)")
+        if url_of(path) is not None:
+            raise ConfigurationError(
+                f"save(obj, f): expected the path of a file on a disk, got {f!r}. Fix: save(obj, 'state.json')"
+            )
         if safe_serialization is False and path.suffix == ".safetensors":
             raise ConfigurationError(f"save(safe_serialization=False) writes torch's format, and {f} is a safetensors file.")
         if self._strategy.shards_parameters and isinstance(obj, Mapping):
             self._refuse_without_values(obj)
-        if path.suffix in SUFFIXES if safe_serialization is None else not safe_serialization:
+        named_so = path.suffix.lower() in SUFFIXES
+        if named_so if safe_serialization is None else not safe_serialization:
             write_torch_file(path, obj)
         else:
             write_object(path, obj)
-            if path.suffix in (*SUFFIXES, ".pickle", ".pkl"):
+            if named_so or path.suffix in (".pickle", ".pkl"):
                 notice(f"{f} is not a pickle file, despite its name. Read it with trainkit.utils.load.")
 
     def state_dict(self, model: nn.Module) -> dict[str, Any]:

@@ -29,13 +29,14 @@ from trainkit.console import join_names, warn, with_article
 from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import CheckpointWriteError, CorruptCheckpointError, UnsavableError
 from trainkit.nested import map_tensors
+from trainkit.paths import local_path
 from trainkit.tagged_json.codec import MAX_DEPTH, Unregistered
 from trainkit.tagged_json.tensors import tensor_problem
 
 __all__ = ["SUFFIXES", "is_torch_file", "load", "note_in", "plain", "read_torch_files", "write_torch_file"]
 
-SUFFIXES = (".bin", ".ckpt", ".pt", ".pth")
-"""How the names of such files end."""
+SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
+"""How the names of such files end, in lower case: `.tar` in PyTorch's tutorials, and `model_best.pth.tar`."""
 
 _SCALARS: tuple[type[Any], ...] = (str, bytes, bool, int, float, type(None))
 
@@ -196,6 +197,7 @@ def load(f: str | os.PathLike[str], map_location: str | torch.device | None = No
         CorruptCheckpointError: The file has another format or is damaged.
         ConfigurationError: The device is not available.
     """
+    f = local_path(f, "f")
     if not is_torch_file(f):
         return plain_files.load(f, map_location)
     device = None if map_location is None else find_device(map_location)

@@ -82,7 +82,7 @@ def import_checkpoint(
 
 def is_foreign_file(path: Path) -> bool:
     """Whether a path is a file that another program has written, by its name or its content."""
-    return path.is_file() and not is_checkpoint(path.parent) and (path.suffix in _FILES or is_torch_file(path))
+    return path.is_file() and not is_checkpoint(path.parent) and (path.suffix.lower() in _FILES or is_torch_file(path))
 
 
 @contextmanager
