@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainkit.checkpoint.plain_files import write_object
+from trainkit.checkpoint.plain_files import is_pickle, write_object
 from trainkit.checkpoint.tensor_file import memory_key
 from trainkit.console import echo
 from trainkit.tagged_json.codec import MAX_DEPTH
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         try:
             _convert(Path(source), Path(target))
         except Exception as error:  # whatever a damaged or foreign file causes
-            echo(f"{type(error).__name__}: {_reason(str(error), source)}", file=sys.stderr)
+            echo(f"{type(error).__name__}: {_reason(str(error), Path(source))}", file=sys.stderr)
             return 1
     return 0
 
@@ -103,7 +103,7 @@ def _check_zip(source: Path) -> None:
             raise ValueError("its entries are larger than the file")
 
 
-def _reason(text: str, source: str) -> str:
+def _reason(text: str, source: Path) -> str:
     """What is wrong, and whether the file tries to run code."""
     names = [name for name in _names_in(source) if _is_call(name)]
     blocked = re.search(r"GLOBAL (\S+) whose module \S+ is blocked", text)
@@ -111,10 +111,14 @@ def _reason(text: str, source: str) -> str:
     if names:
         called = f"it calls {', '.join(names[:5])} when pickle loads it, which was not done"
         return f"the file tries to run code: {called}. Do not load it with pickle or torch.load(weights_only=False)"
+    with open(source, "rb") as file:
+        head = file.read(16)
+    if not is_pickle(head):
+        return "it was not written by torch.save" if head else "it is empty"
     return _shorten(text)
 
 
-def _names_in(source: str) -> list[str]:
+def _names_in(source: Path) -> list[str]:
     """The names that a pickle imports, found in its first megabyte without loading it; none of a zip file."""
     names: list[str] = []
     texts: list[str] = []

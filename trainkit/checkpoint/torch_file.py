@@ -240,7 +240,7 @@ def read_torch_files(paths: Sequence[Path], scratch: Path, omitted: list[str], f
     if process.returncode:
         reason = (stderr.strip().splitlines() or ["the process that read it ended"])[-1]
         raise CorruptCheckpointError(
-            f"{', '.join(map(str, paths))} cannot be read: {reason}. Save the weights again with torch.save, or "
+            f"{', '.join(map(str, paths))} cannot be read: {reason.rstrip('.')}. Save the weights again with torch.save, or "
             "pass a safetensors file."
         )
     values = []
