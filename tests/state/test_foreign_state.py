@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import TrainModule
+from trainkit.distributed.process_identity import ProcessIdentity
 from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StateMismatchError
+from trainkit.state.foreign_state import converted
 
 LIGHTNING = Path(__file__).parents[1] / "cli" / "checkpoint" / "data" / "lightning.ckpt"
 
@@ -112,6 +116,20 @@ def test_a_file_that_is_none(content: bytes, said: str) -> None:
     torch.save([1, 2], "y.ckpt")
     with pytest.raises(ConfigurationError, match="holds no tensors by name"):
         Told.load_from_checkpoint("y.ckpt")
+
+
+def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
+    """A kill while a file is converted leaves a folder with its weights, which no other process uses."""
+    here = ProcessIdentity.this()
+    owners = {"live": here, "dead": replace(here, start="0"), "elsewhere": replace(here, host="other")}
+    for name, owner in owners.items():
+        folder = tmp_path / f".converted-{name}"
+        folder.mkdir()
+        (folder / ".owner").write_text(json.dumps(asdict(owner)))
+    (tmp_path / ".converted-mine").mkdir()
+    with converted(LIGHTNING, tmp_path) as checkpoint:
+        assert checkpoint.is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".converted-elsewhere", ".converted-live", ".converted-mine"]
 
 
 def resume_on_each_rank() -> tuple[Any, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.read_foreign import MALFORMED, Foreign, format_error, read_foreign
 from trainkit.checkpoint.torch_file import SUFFIXES, is_torch_file
 from trainkit.console import notice, quantity
+from trainkit.distributed.process_identity import ProcessIdentity
 from trainkit.errors import ConfigurationError, TrainkitError
 from trainkit.paths import local_path
 from trainkit.precision import Precision
@@ -33,6 +37,7 @@ __all__ = ["convert_state", "converted", "import_checkpoint", "is_foreign_file"]
 
 
 _FILES = (*SUFFIXES, ".safetensors")
+_CONVERTED, _OWNER = ".converted-", ".owner"  # The folder of `converted`, and the file in it that names its process.
 
 
 def import_checkpoint(
@@ -96,12 +101,23 @@ def converted(path: Path, folder: Path) -> Iterator[Path]:
         folder: Where to write it: on a disk with room, and the same for all processes that read it. It is created.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".converted-", dir=folder) as scratch:
+    _remove_left(folder)
+    with tempfile.TemporaryDirectory(prefix=_CONVERTED, dir=folder) as scratch:
+        Path(scratch, _OWNER).write_text(json.dumps(asdict(ProcessIdentity.this())), "utf-8")
         target = Path(scratch, path.stem or "checkpoint")
         foreign, _ = import_checkpoint(path, target)
         for text in [f"not converted: {one}" for one in foreign.omitted] + foreign.notes:
             notice(f"{path}: {text}")
         yield target
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what `converted` has left in a folder when its process was killed."""
+    for left in folder.glob(f"{_CONVERTED}*"):
+        with suppress(OSError, ValueError, AttributeError):  # it is just being created or removed, or is of someone else
+            owner = ProcessIdentity.from_json(json.loads(Path(left, _OWNER).read_text("utf-8")))
+            if owner is not None and owner.state() == "dead":
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _convert(
