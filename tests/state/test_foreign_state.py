@@ -19,7 +19,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainkit import TrainModule
 from trainkit.distributed.process_identity import ProcessIdentity
-from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, StateMismatchError
+from trainkit.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    ConfigurationError,
+    CorruptCheckpointError,
+    StateMismatchError,
+)
 from trainkit.state.foreign_state import converted
 
 LIGHTNING = Path(__file__).parents[1] / "cli" / "checkpoint" / "data" / "lightning.ckpt"
@@ -130,6 +136,15 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path: Path) -> None:
     with converted(LIGHTNING, tmp_path) as checkpoint:
         assert checkpoint.is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == [".converted-elsewhere", ".converted-live", ".converted-mine"]
+
+
+def test_where_nothing_can_be_written_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(CheckpointWriteError, match="must be converted, and .* cannot be written: .*default_root_dir"),
+        converted(LIGHTNING, tmp_path / "file" / "root"),
+    ):
+        pytest.fail("it has nowhere to be")
 
 
 def resume_on_each_rank() -> tuple[Any, ...]:

@@ -83,7 +83,10 @@ def _convert(source: Path, target: Path) -> None:
         raise ValueError(f"it declares tensors of {walk.size:,} bytes, and has {source.stat().st_size:,} bytes itself")
     free = shutil.disk_usage(target.parent).free
     if 2 * walk.size > free:  # once here, and once in the checkpoint
-        raise ValueError(f"its tensors need {2 * walk.size:,} bytes in {target.parent}, which has {free:,} free")
+        raise ValueError(
+            f"its tensors need {2 * walk.size:,} bytes in {target.parent}, which has {free:,} free. Fix: free some, or set "
+            "TMPDIR or default_root_dir to a folder on a larger disk"
+        )
     content = {"value": None if plain is _OMITTED else plain, "omitted": omitted, "calls": calls}
     write_object(target, content)
 

@@ -75,7 +75,8 @@ def write_torch_file(path: Path, value: Any, *, note: str = "") -> None:
                 temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
-        raise CheckpointWriteError(f"{path} could not be written: {error}. Fix: choose another path.") from error
+        reason = f"the disk may be full ({error})" if isinstance(error, RuntimeError) else error
+        raise CheckpointWriteError(f"{path} could not be written: {reason}. Fix: choose another path.") from error
 
 
 def note_in(path: Path) -> str:
@@ -239,10 +240,8 @@ def read_torch_files(paths: Sequence[Path], scratch: Path, omitted: list[str], f
             raise
     if process.returncode:
         reason = (stderr.strip().splitlines() or ["the process that read it ended"])[-1]
-        raise CorruptCheckpointError(
-            f"{', '.join(map(str, paths))} cannot be read: {reason.rstrip('.')}. Save the weights again with torch.save, or "
-            "pass a safetensors file."
-        )
+        fix = "" if " Fix: " in reason else " Save the weights again with torch.save, or pass a safetensors file."
+        raise CorruptCheckpointError(f"{', '.join(map(str, paths))} cannot be read: {reason.rstrip('.')}.{fix}")
     values = []
     for path, target in zip(paths, targets, strict=True):
         content = plain_files.load(target)

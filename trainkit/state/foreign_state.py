@@ -25,7 +25,7 @@ from trainkit.checkpoint.read_foreign import MALFORMED, Foreign, format_error, r
 from trainkit.checkpoint.torch_file import SUFFIXES, is_torch_file
 from trainkit.console import notice, quantity
 from trainkit.distributed.process_identity import ProcessIdentity
-from trainkit.errors import ConfigurationError, TrainkitError
+from trainkit.errors import CheckpointWriteError, ConfigurationError, TrainkitError
 from trainkit.paths import local_path
 from trainkit.precision import Precision
 from trainkit.state.optimizer import capture_optimizer
@@ -100,9 +100,15 @@ def converted(path: Path, folder: Path) -> Iterator[Path]:
         path: The file.
         folder: Where to write it: on a disk with room, and the same for all processes that read it. It is created.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    _remove_left(folder)
-    with tempfile.TemporaryDirectory(prefix=_CONVERTED, dir=folder) as scratch:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_left(folder)
+        temporary = tempfile.TemporaryDirectory(prefix=_CONVERTED, dir=folder)
+    except OSError as error:
+        raise CheckpointWriteError(
+            f"{path} must be converted, and {folder} cannot be written: {error}. Fix: choose another default_root_dir"
+        ) from error
+    with temporary as scratch:
         Path(scratch, _OWNER).write_text(json.dumps(asdict(ProcessIdentity.this())), "utf-8")
         target = Path(scratch, path.stem or "checkpoint")
         foreign, _ = import_checkpoint(path, target)

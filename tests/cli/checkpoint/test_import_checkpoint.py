@@ -373,7 +373,9 @@ def test_a_compressed_file_is_refused(run_dir: Path, capsys: pytest.CaptureFixtu
 def test_a_disk_without_room_is_found_before_anything_is_written(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({"w": torch.zeros(2**20)}, "old.pt")
     monkeypatch.setattr(restricted_load.shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000))
-    with pytest.raises(ValueError, match="its tensors need 8,388,608 bytes .* which has 5,000,000 free"):
+    with pytest.raises(
+        ValueError, match="its tensors need 8,388,608 bytes .* which has 5,000,000 free. Fix: free some, or set TMPDIR"
+    ):
         restricted_load._convert(Path("old.pt"), Path("new.bin"))
     assert not Path("new.bin").exists()
 
