@@ -48,6 +48,7 @@ from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import advice, refuse_unknown
 from trainkit.optim.placeholders import replace_placeholders
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
+from trainkit.optim.same_options import list_options
 from trainkit.paths import local_path
 from trainkit.precision import MIXED, OVER_MASTERS
 from trainkit.state.training_objects import check_components
@@ -559,7 +560,8 @@ class Accelerator:
             raise ConfigurationError(
                 "prepare(batch_weight=) needs a loader that is not prepared yet: prepare(model, loader, batch_weight=...)"
             )
-        self._checkpointing.agree_on_run()  # errors in the arguments have been raised, and nothing has been changed
+        # Errors in the arguments have been raised, and nothing has been changed.
+        self._checkpointing.agree_on_run(list_options(item for item in new.values() if isinstance(item, Optimizer)))
         self._begin_watching()
         prepared |= self._prepare_models(new, evaluation)  # first: an optimizer is prepared for a model on its device
         prepared |= self._prepare_optimizers(new)

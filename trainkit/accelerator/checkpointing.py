@@ -45,6 +45,7 @@ from trainkit.errors import (
     StateMismatchError,
 )
 from trainkit.optim.parameter_names import clean_names, without_checkpoint_wrapper
+from trainkit.optim.same_options import check_same_options
 from trainkit.paths import local_path, url_of
 from trainkit.state.model import capture_model
 from trainkit.state.plan_checkpoint import checksums, compare_ranks, plan_checkpoint
@@ -134,9 +135,17 @@ class Checkpointing:
         if self._saver.group.size == 1:  # otherwise all processes have the same error, and raise it together
             self._saver.poll()
 
-    def agree_on_run(self) -> None:
-        """Let all processes have the run id of the main process. Collective: it is a part of `prepare`."""
-        self.run_id = self._checks.exchange("prepare", self.run_id)[0]
+    def agree_on_run(self, options: Sequence[str]) -> None:
+        """Let all processes have the run id of the main process, and compare `options` of optimizers.
+
+        Collective: it is a part of `prepare`.
+
+        Raises:
+            OptimizerError: The options differ.
+        """
+        by_rank = self._checks.exchange("prepare", [self.run_id, options])
+        check_same_options([options for _, options in by_rank])
+        self.run_id = by_rank[0][0]
 
     def save(
         self,
