@@ -125,6 +125,39 @@ def test_what_the_loop_shows() -> None:
     assert (trainer.min_epochs, trainer.min_steps) == (1, None)
 
 
+def test_what_is_read_to_continue() -> None:
+    """A script that trains in parts adds to the number of epochs that have begun."""
+    trainer, module = make_trainer(max_epochs=2), TinyModule()
+    progress = trainer.fit_loop.epoch_progress.current
+    assert (progress.ready, progress.completed) == (0, 0)
+    trainer.fit(module, tiny_loader(4))
+    assert (progress.ready, progress.completed) == (2, 2)
+    trainer.fit_loop.max_epochs = progress.ready + 1
+    trainer.fit(module, tiny_loader(4))
+    assert (progress.ready, progress.completed, trainer.global_step) == (3, 3, 3)
+    with pytest.raises(AttributeError, match=r"trainer\.fit_loop\.epoch_progress has no 'total'"):
+        _ = trainer.fit_loop.epoch_progress.total  # type: ignore[attr-defined]
+    stopped = make_trainer(max_epochs=2, max_steps=1)
+    stopped.fit(module, tiny_loader(8))
+    assert (stopped.fit_loop.epoch_progress.current.ready, stopped.current_epoch) == (1, 0)
+
+
+def test_whether_there_is_validation_data_is_known_to_configure_optimizers() -> None:
+    class Asks(TinyModule):
+        defined: bool | None = None
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            self.defined = self.trainer.fit_loop.epoch_loop.val_loop._data_source.is_defined()
+            return super().configure_optimizers()
+
+    found = []
+    for loaders in ([], [tiny_loader(4)]):
+        module = Asks()
+        make_trainer(max_epochs=1).fit(module, tiny_loader(4), *loaders)
+        found.append(module.defined)
+    assert found == [False, True]
+
+
 def test_what_is_refused() -> None:
     class Assigns(TinyModule):
         def on_train_start(self) -> None:

@@ -10,7 +10,7 @@ from trainkit.trainer.arguments import assign_argument
 if TYPE_CHECKING:
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["ConnectorView", "EpochLoopView", "FitLoopView"]
+__all__ = ["ConnectorView", "EpochLoopView", "EpochProgressView", "FitLoopView", "ValidationLoopView"]
 
 
 class _View:
@@ -37,6 +37,42 @@ class _View:
     def _continue(self, name: str, value: Any) -> None:
         assign_argument(self._trainer, name, value)
         self._trainer._run.continues = True
+
+
+class EpochProgressView(_View):
+    """`trainer.fit_loop.epoch_progress`, to be read between fits."""
+
+    _name = "fit_loop.epoch_progress"
+
+    @property
+    def current(self) -> EpochProgressView:
+        """The epochs of the last fit and of those that it has continued."""
+        return self
+
+    @property
+    def ready(self) -> int:
+        """Number of epochs that have begun."""
+        begun = self._trainer._run.progress.batches_done > 0  # in an epoch that has not ended
+        return self._trainer.current_epoch + begun
+
+    @property
+    def completed(self) -> int:
+        """`trainer.current_epoch`."""
+        return self._trainer.current_epoch
+
+
+class ValidationLoopView(_View):
+    """`trainer.fit_loop.epoch_loop.val_loop` and its `_data_source`, which is private in Lightning."""
+
+    _name = "fit_loop.epoch_loop.val_loop"
+
+    @property
+    def _data_source(self) -> ValidationLoopView:
+        return self
+
+    def is_defined(self) -> bool:
+        """Whether this fit has validation data. Modules ask for it to choose the monitor of a schedule."""
+        return self._trainer._run.validation is not None
 
 
 class EpochLoopView(_View):
@@ -73,6 +109,11 @@ class EpochLoopView(_View):
         return self._trainer.batch_idx
 
     @property
+    def val_loop(self) -> ValidationLoopView:
+        """Whether there is validation data."""
+        return ValidationLoopView(self._trainer)
+
+    @property
     def _batches_that_stepped(self) -> int:
         return self._trainer.global_step  # Callbacks of other packages log with it.
 
@@ -100,6 +141,11 @@ class FitLoopView(_View):
     def epoch_loop(self) -> EpochLoopView:
         """The same for steps."""
         return EpochLoopView(self._trainer)
+
+    @property
+    def epoch_progress(self) -> EpochProgressView:
+        """Numbers of epochs, to be read."""
+        return EpochProgressView(self._trainer)
 
     @property
     def max_epochs(self) -> int:
