@@ -80,6 +80,13 @@ def test_files_are_replaced_only_if_asked(tmp_path: Path, capsys: pytest.Capture
     assert yaml.safe_load(file.read_text())["fsdp_config"]["fsdp_version"] == 2
 
 
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["to-fsdp2", "--config_file", str(tmp_path / "fsdp.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert "fsdp.yaml" in told
+    assert "exists. Fix" not in told
+
+
 def test_what_is_not_sharded_is_not_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Accelerate's command makes a file of it that shards."""
     file = tmp_path / "file.yaml"

@@ -24,9 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Convert the file; print what was written."""
     target = args.output_file or args.config_file
+    given = read_content(args.config_file)  # first: without it there is nothing to replace
     if not args.overwrite and (args.output_file is None or Path(target).exists()):
         raise ConfigurationError(f"{target} exists. Fix: --output_file NEW.yaml, or --overwrite to replace it")
-    content, notes = shard_with_version_2(read_content(args.config_file), args.config_file)
+    content, notes = shard_with_version_2(given, args.config_file)
     write_content(content, target)
     print("\n".join([f"Wrote {target}", *(f"  {note}" for note in notes)]))
     return 0
