@@ -142,6 +142,16 @@ def test_what_is_read_to_continue() -> None:
     assert (stopped.fit_loop.epoch_progress.current.ready, stopped.current_epoch) == (1, 0)
 
 
+def test_a_maximum_below_the_minimum_lowers_it() -> None:
+    """A script that trains in parts assigns both, in either order; in Lightning the maximum prevails."""
+    trainer = make_trainer(max_epochs=2, min_epochs=2)
+    trainer.fit_loop.max_epochs = 1
+    assert (trainer.max_epochs, trainer.min_epochs) == (1, 1)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit_loop.min_epochs = 2
+    assert (trainer.max_epochs, trainer.min_epochs) == (3, 2)
+
+
 def test_whether_there_is_validation_data_is_known_to_configure_optimizers() -> None:
     class Asks(TinyModule):
         defined: bool | None = None

@@ -158,6 +158,9 @@ class FitLoopView(_View):
 
     @max_epochs.setter
     def max_epochs(self, max_epochs: int) -> None:
+        least = self._trainer.min_epochs
+        if self._trainer.stage is None and isinstance(max_epochs, int) and least is not None and 0 <= max_epochs < least:
+            self._trainer.min_epochs = max_epochs  # A script assigns both, and the maximum first; it prevails in Lightning.
         self._continue("max_epochs", max_epochs)
 
     @property
