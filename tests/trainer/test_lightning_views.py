@@ -190,7 +190,7 @@ def test_what_is_refused() -> None:
 def test_whether_a_run_is_distributed() -> None:
     trainer = make_trainer()
     assert trainer._accelerator_connector.is_distributed is False
-    with pytest.raises(AttributeError, match=r"trainer\._accelerator_connector has no '_flags'"):
+    with pytest.raises(AttributeError, match=r"trainer\._accelerator_connector has no '_flags'. Use trainer\.strategy"):
         _ = trainer._accelerator_connector._flags  # type: ignore[attr-defined]
 
 

@@ -21,12 +21,13 @@ class _View:
 
     _trainer: Trainer
     _name = ""  # what the user has written after `trainer.`
+    _use = ""  # what its error says to use, if that is not what it says of loops
 
     if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
-                f"trainer.{self._name} has no {name!r}. Use {advice('trainer', 'test_loop')}.", name=name, obj=None
+                f"trainer.{self._name} has no {name!r}. Use {self._use or advice('trainer', 'test_loop')}.", name=name, obj=None
             )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -192,6 +193,7 @@ class ConnectorView(_View):
     """`trainer._accelerator_connector`, which is private in Lightning, and which callbacks of other packages read."""
 
     _name = "_accelerator_connector"
+    _use = "trainer.strategy, trainer.world_size and trainer.precision"
 
     @property
     def is_distributed(self) -> bool:
