@@ -229,11 +229,11 @@ def test_a_path_of_a_class(path: str, expected: str) -> None:
 
 def test_a_path_without_a_class_of_ours() -> None:
     with pytest.raises(
-        UnknownNameError, match=r"strategies.DeepSpeedStrategy: this is .*Use: from trainkit.strategies import ZeRO"
+        UnknownNameError, match=r"strategies.DeepSpeedStrategy: trainkit has no .*Use: from trainkit.strategies import ZeRO"
     ):
         our_path("lightning.pytorch.strategies.DeepSpeedStrategy")
     with pytest.raises(
-        UnknownNameError, match="callbacks.Nonsense: this is .* Expected the path of a class of trainkit or your own"
+        UnknownNameError, match="callbacks.Nonsense: trainkit has no .* Expected that of a class of trainkit or your own"
     ):
         our_path("lightning.pytorch.callbacks.Nonsense")
 
@@ -249,3 +249,8 @@ def test_every_class_of_lightning_has_a_path_or_advice() -> None:
                 else:
                     with pytest.raises(UnknownNameError, match=" Use: "):
                         our_path(path)
+
+
+def test_a_path_with_a_typo_gets_the_nearest_class() -> None:
+    with pytest.raises(UnknownNameError, match=r"EarlyStoping: trainkit has no class .* Did you mean 'EarlyStopping'\?"):
+        our_path("lightning.pytorch.callbacks.EarlyStoping")

@@ -261,8 +261,9 @@ def our_path(text: str) -> str:
     home = home_of(module, name)
     if home is None:
         use = use_instead(module, name)
+        known = [each for names in table("lightning")["same"].get(_group(module), {}).values() for each in names]
         raise UnknownNameError(
-            f"{text}: this is a class of Lightning, and trainkit has none of that name. "
-            + (f"Use: {use}" if use is not None else "Expected the path of a class of trainkit or your own")
+            f"{text}: trainkit has no class of this path. "
+            + (f"Use: {use}" if use is not None else f"Expected that of a class of trainkit or your own.{nearest(name, known)}")
         )
     return f"{home}.{name}"

@@ -127,8 +127,8 @@ class Door(DistributionFinder, Loader):
         if _is_statement():  # importlib.util.find_spec only asks.
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: trainkit takes the place of {self.framework} in this process and has no such "
-                f"module. Import the name from {fullname.partition('.')[0]} itself, whose error says what to use, or see "
-                f"docs/moving-over/{self.framework}.md.",
+                f"module. Import the name from {fullname.partition('.')[0]} itself: if there is a counterpart, "
+                f"it is found or the error says what to use. See docs/moving-over/{self.framework}.md.",
                 name=fullname,
             )
         return None

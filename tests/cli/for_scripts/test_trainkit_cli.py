@@ -88,7 +88,7 @@ def test_the_class_paths_of_lightning_are_those_of_trainkit() -> None:
 def test_a_class_of_lightning_that_trainkit_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
     path = "lightning.pytorch.callbacks.RichProgressBarTheme"
     Path("lightning.yaml").write_text(f"trainer: {{callbacks: [{{class_path: {path}}}]}}", "utf-8")
-    said = f"{path}: this is a class of Lightning, and trainkit has none of that name. Use: RichProgressBar"
+    said = f"{path}: trainkit has no class of this path. Use: RichProgressBar"
     for argument in ("--config=lightning.yaml", f"--trainer.callbacks={path}"):
         with pytest.raises(SystemExit):
             built(argument)
