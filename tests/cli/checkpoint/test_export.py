@@ -222,6 +222,8 @@ def test_a_file_for_torch(save: Any, tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert export(saved, out, "--format", "safetensors") == 2
     assert "--format safetensors writes a folder, and" in capsys.readouterr().err
+    assert export(saved, tmp_path / "out.pt") == 2
+    assert "Expected a folder or a file X.ckpt" in capsys.readouterr().err
     torch.save({"mine": 1}, out)
     assert export(saved, out) == 2
     assert "out.ckpt exists, and was not made of a checkpoint" in capsys.readouterr().err
