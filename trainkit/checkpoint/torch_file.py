@@ -239,9 +239,7 @@ def read_torch_files(paths: Sequence[Path], scratch: Path, omitted: list[str], f
             process.kill()
             raise
     if process.returncode:
-        reason = (stderr.strip().splitlines() or ["the process that read it ended"])[-1]
-        fix = "" if " Fix: " in reason else " Save the weights again with torch.save, or pass a safetensors file."
-        raise CorruptCheckpointError(f"{', '.join(map(str, paths))} cannot be read: {reason.rstrip('.')}.{fix}")
+        raise _unreadable(paths, stderr)
     values = []
     for path, target in zip(paths, targets, strict=True):
         content = plain_files.load(target)
@@ -251,3 +249,10 @@ def read_torch_files(paths: Sequence[Path], scratch: Path, omitted: list[str], f
             omitted.append(f"{path.name}: it tries to run code: it calls {called} when pickle loads it, which was not done")
         values.append(content["value"])
     return values
+
+
+def _unreadable(paths: Sequence[Path], stderr: str) -> CorruptCheckpointError:
+    """The error for files that the process could not read; the reason is the last line that it has printed."""
+    reason = (stderr.strip().splitlines() or ["the process that read it ended"])[-1]
+    fix = "" if " Fix: " in reason else " Save the weights again with torch.save, or pass a safetensors file."
+    return CorruptCheckpointError(f"{', '.join(map(str, paths))} cannot be read: {reason.rstrip('.')}.{fix}")
