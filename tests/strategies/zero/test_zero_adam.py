@@ -98,10 +98,10 @@ def test_the_configuration_chooses_it() -> None:
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
     }
     module = RegressionModule()
-    made = ZeROStrategy(config=told).run_settings._make_optimizer(module, torch.device("cpu"))
+    made = ZeROStrategy(config=told).run_settings._optimizer_of(module, torch.device("cpu"))
     assert type(made).__name__ == "DeepSpeedCPUAdam"
     assert (made.defaults["lr"], made.defaults["weight_decay"]) == (1e-3, 0.0)
     told["optimizer"]["params"]["torch_adam"] = True
-    assert type(ZeROStrategy(config=told).run_settings._make_optimizer(module, torch.device("cpu"))) is torch.optim.AdamW
+    assert type(ZeROStrategy(config=told).run_settings._optimizer_of(module, torch.device("cpu"))) is torch.optim.AdamW
     told["optimizer"]["params"]["adam_w_mode"] = False
-    assert type(ZeROStrategy(config=told).run_settings._make_optimizer(module, torch.device("cpu"))) is torch.optim.Adam
+    assert type(ZeROStrategy(config=told).run_settings._optimizer_of(module, torch.device("cpu"))) is torch.optim.Adam
