@@ -511,14 +511,14 @@ def test_no_file_unless_asked() -> None:
         ModelCheckpoint(also="pt")  # type: ignore[arg-type]
 
 
-def test_a_file_that_is_in_the_way_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_name_of_a_file_of_another_program_is_taken() -> None:
     os.mkdir("c")
     Path("c/step-00000004.ckpt").write_text("mine")
-    fit(ModelCheckpoint("c", also="ckpt", keep_last=1), max_epochs=2)
-    assert "step-00000004 is saved, but: " in caplog.text
-    assert "step-00000004.ckpt exists, and was not made of a checkpoint" in caplog.text
+    callback = ModelCheckpoint("c", also="ckpt", keep_last=2)
+    fit(callback, max_epochs=2)
     assert Path("c/step-00000004.ckpt").read_text() == "mine"
-    assert sorted(os.listdir("c"))[-2:] == ["step-00000008", "step-00000008.ckpt"]
+    kept = [f"step-00000004-v1{end}" for end in ("", ".ckpt")] + ["step-00000004.ckpt"]
+    assert sorted(os.listdir("c")) == [".lock", *kept, "step-00000008", "step-00000008.ckpt"]
 
 
 def ranks_keep_files() -> list[Any]:
