@@ -1,4 +1,4 @@
-"""Compares the options of the optimizers of all ranks: with different ones their parameters would diverge without a word."""
+"""Compares the options of the optimizers of all ranks: with different ones their parameters would diverge silently."""
 
 from __future__ import annotations
 
