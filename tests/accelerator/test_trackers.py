@@ -261,7 +261,7 @@ def test_trackio_in_a_local_database(trackio_folder: Path) -> None:
 
 
 class Trackio(types.ModuleType):
-    """Stands for the package trackio where it is not installed; records what it is told."""
+    """Stands for the package trackio where it is not installed; records its calls."""
 
     def __init__(self) -> None:
         super().__init__("trackio")

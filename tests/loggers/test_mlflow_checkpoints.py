@@ -165,7 +165,7 @@ def test_a_name_that_is_used_again(in_database: dict[str, Any]) -> None:
 
 
 def test_where_paths_name_files_these_are_stored(in_database: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where `import lightning` gives trainkit. The file is complete when the logger is told."""
+    """As where `import lightning` gives trainkit. The file is complete when the logger is called."""
     monkeypatch.setattr("trainkit.callbacks.model_checkpoint.is_open", lambda door: True)
     tell, complete = SavePolicy.tell_loggers, []
 

@@ -124,7 +124,7 @@ def test_one_tensor_of_a_model_gets_a_value() -> None:
 
 
 def test_whether_a_tensor_is_moved_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU; here it is shown that torch is told."""
+    """On a GPU; here it is shown that torch gets the argument."""
     to, told = torch.Tensor.to, []
 
     def noting(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

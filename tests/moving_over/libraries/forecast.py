@@ -13,7 +13,7 @@ series = (sine_timeseries(length=300, value_frequency=0.05) + linear_timeseries(
 train, val = series.split_before(0.7)
 
 
-# darts puts objects into its checkpoints that cannot be stored without code: trainkit is told to omit them.
+# darts puts objects into its checkpoints that cannot be stored without code, so trainkit omits them.
 names = ["loss_fn", "torch_metrics_train", "torch_metrics_val"]
 omitted = {"omit_from_checkpoint": names} if "TRAINKIT_AS" in os.environ else {}
 
