@@ -83,7 +83,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 
     `<!-- help: plot -->` becomes what `trainkit plot --help` prints, `<!-- names: trainkit.data -->` a table of the public
     names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
-    `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`, and `<!-- rooms -->` the
+    `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`, and
+    `<!-- accelerate: imports -->` one of the names of Accelerate that trainkit does not have. `<!-- rooms -->` becomes the
     picture of the rooms of trainkit.
     """
     if page.file.src_uri.startswith("reference/"):
@@ -91,6 +92,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     markdown = re.sub(r"<!-- help: (.*?) -->", lambda match: f"```text\n{command_help(match[1].split())}```", markdown)
     markdown = re.sub(r"<!-- names: (\S+)(.*?) -->", lambda match: table_of_names(match[1], match[2].split()), markdown)
     markdown = re.sub(r"<!-- lightning: (\S+) -->", lambda match: table_of_lightning(match[1]), markdown)
+    markdown = re.sub(r"<!-- accelerate: (\S+) -->", lambda match: table_of_accelerate(match[1]), markdown)
     if "<!-- rooms -->" in markdown:
         markdown = markdown.replace("<!-- rooms -->", import_module("docs.rooms").picture())
     home = config.extra["repository"]
@@ -130,14 +132,35 @@ def table_of_lightning(group: str) -> str:
     """
     table = import_module("trainkit.names").table("lightning")
     group = "" if group == "top" else group
-    rows_of = {" ".join(names): f"the same, `from {home} import …`" for home, names in table["same"].get(group, {}).items()}
+    same = {" ".join(names): f"the same, `from {home} import …`" for home, names in table["same"].get(group, {}).items()}
     others = table["renamed"].get(group, {}) | table["absent"].get(group, {}) | table["members"].get(group, {})
-    if group == "arguments":
-        others = table["arguments"]["Trainer"]
-    for use in dict.fromkeys(others.values()):
-        rows_of[" ".join(name for name in others if others[name] == use)] = re.sub(r"([*_|<\[\]])", r"\\\1", use)
-    rows = [f"| {', '.join(f'`{name}`' for name in names.split())} | {use} |" for names, use in rows_of.items()]
-    return "\n".join(["| Lightning | trainkit |", "|---|---|", *rows])
+    return rows_of("Lightning", same | uses_of(table["arguments"]["Trainer"] if group == "arguments" else others))
+
+
+def table_of_accelerate(group: str) -> str:
+    """A table of Accelerate's names that trainkit does not have, from the tables that the messages of trainkit use.
+
+    Args:
+        group: "imports", "attributes" of the Accelerator, or a class or verb for its arguments.
+    """
+    table = import_module("trainkit.names").table("accelerate")
+    return rows_of("Accelerate", uses_of(table[group] if group in table else table["arguments"][group]))
+
+
+def uses_of(advice: dict[str, str]) -> dict[str, str]:
+    """The names, those of one use together → what to use."""
+    return {" ".join(name for name in advice if advice[name] == use): escaped(use) for use in dict.fromkeys(advice.values())}
+
+
+def escaped(use: str) -> str:
+    """A text of the tables as Markdown that shows the same."""
+    return re.sub(r"([*_|<\[\]])", r"\\\1", use)
+
+
+def rows_of(framework: str, rows: dict[str, str]) -> str:
+    """The table of names, separated by spaces, and what they are in trainkit."""
+    shown = (f"| {', '.join(f'`{name}`' for name in names.split())} | {use} |" for names, use in rows.items())
+    return "\n".join([f"| {framework} | trainkit |", "|---|---|", *shown])
 
 
 def first_sentence(text: str) -> str:
