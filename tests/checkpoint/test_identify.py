@@ -71,3 +71,16 @@ def test_a_stranger_is_not_listed(run_dir: Path, name: str, where: str) -> None:
         assert "'good'" in why
         with pytest.raises(CheckpointNotFoundError, match="expected a checkpoint, but"):
             open_checkpoint(folder / name)
+
+
+def test_weight_files_and_links_are_named(run_dir: Path) -> None:
+    make(run_dir / "good", 1, run_id="run", metrics={}, minute=1)
+    for name in ("step-00000002.ckpt", "model.PT", "notes.txt", ".step.ckpt"):
+        (run_dir / name).touch()
+    os.symlink("step-00000003.ckpt", "last.ckpt")
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        open_checkpoint("step-0000002.ckpt")
+    files = "Weight files: 'last.ckpt', 'model.PT', 'step-00000002.ckpt'. Did you mean 'step-00000002.ckpt'?"
+    assert str(caught.value).endswith(f"this path does not exist. Checkpoints in {run_dir}: 'good'. {files}")
+    with pytest.raises(CheckpointNotFoundError, match="but this is a link to step-00000003.ckpt, which does not exist. Check"):
+        open_checkpoint("last.ckpt")

@@ -23,13 +23,13 @@ from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPla
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM, check_checksum
 from trainkit.checkpoint.commit import CommitResult
 from trainkit.checkpoint.folder import next_counter, remove
-from trainkit.checkpoint.manifest import Manifest, is_checkpoint
+from trainkit.checkpoint.manifest import TORCH_SUFFIXES, Manifest, is_checkpoint
 from trainkit.checkpoint.plain_files import write_object, write_weights
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, inspect_checkpoint, read_on_all_ranks
 from trainkit.checkpoint.saver import Saver
 from trainkit.checkpoint.tensor_file import FiniteCheck
-from trainkit.checkpoint.torch_file import SUFFIXES, write_torch_file
+from trainkit.checkpoint.torch_file import write_torch_file
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.config.kwargs_handlers import ProjectConfiguration
 from trainkit.console import join_names, notice, warn
@@ -710,7 +710,7 @@ class Saving:
             raise ConfigurationError(f"save(safe_serialization=False) writes torch's format, and {f} is a safetensors file.")
         if self._strategy.shards_parameters and isinstance(obj, Mapping):
             self._refuse_without_values(obj)
-        named_so = path.suffix.lower() in SUFFIXES
+        named_so = path.suffix.lower() in TORCH_SUFFIXES
         if named_so if safe_serialization is None else not safe_serialization:
             write_torch_file(path, obj)
         else:

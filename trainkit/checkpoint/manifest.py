@@ -9,7 +9,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from difflib import get_close_matches
@@ -27,9 +27,12 @@ __all__ = [
     "MANIFEST",
     "MAX_LISTED",
     "MAX_NAME",
+    "TORCH_SUFFIXES",
+    "WEIGHT_SUFFIXES",
     "FileEntry",
     "Manifest",
     "checkpoint_identity",
+    "describe_siblings",
     "digest_line",
     "format_version",
     "has_checkpoint_files",
@@ -39,6 +42,7 @@ __all__ = [
     "list_names",
     "make_hidden_path",
     "name_clash",
+    "weight_files",
     "why_not_a_checkpoint",
 ]
 
@@ -382,6 +386,12 @@ MAX_NAME = 255
 MAX_LISTED = 10
 """The number of names that a message lists."""
 
+TORCH_SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
+"""How the names of files of `torch.save` end, in lower case: `.tar` in PyTorch's tutorials, and `model_best.pth.tar`."""
+
+WEIGHT_SUFFIXES = (*TORCH_SUFFIXES, ".safetensors")
+"""How the names of files of weights end, in lower case."""
+
 _RESERVED = re.compile(
     r"manifest\.json|manifest\.sha256|state\.json|(model(_\d+)?|optimizer|state)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
 )
@@ -439,7 +449,7 @@ def checkpoint_identity(path: Path) -> bytes | None:
 
 
 def why_not_a_checkpoint(path: Path) -> str:
-    """Why there is no checkpoint at `path`, with the checkpoints next to it."""
+    """Why there is no checkpoint at `path`, with the checkpoints and files of weights next to it."""
     if (foreign := _of_another_program(path)) is not None:
         return foreign
     inside = _checkpoints_in(path)
@@ -449,6 +459,8 @@ def why_not_a_checkpoint(path: Path) -> str:
         )
     if not os.path.lexists(path):
         reason = "this path does not exist"
+    elif path.is_symlink() and not path.exists():
+        reason = f"this is a link to {os.readlink(path)}, which does not exist"
     elif path.name.startswith(".") and has_checkpoint_files(path):
         reason = "a name that starts with '.' marks one that is incomplete or being removed"
     elif path.is_dir():
@@ -458,10 +470,21 @@ def why_not_a_checkpoint(path: Path) -> str:
         return f"{path} is a file in a checkpoint; expected the folder. Fix: {str(path.parent)!r}."
     else:
         reason = "this is a file; a checkpoint is a folder"
-    siblings = _checkpoints_in(path.parent)
-    close = get_close_matches(path.name, siblings, n=1)
-    near = f"Checkpoints in {path.parent}: {list_names(siblings) or 'none'}."
-    return f"{path}: expected a checkpoint, but {reason}. {near}" + (f" Did you mean {close[0]!r}?" if close else "")
+    checkpoints, files = _checkpoints_in(path.parent), weight_files(_names_in(path.parent))
+    return f"{path}: expected a checkpoint, but {reason}. {describe_siblings(path, str(path.parent), checkpoints, files)}"
+
+
+def weight_files(names: Iterable[str]) -> list[str]:
+    """Those of the names of a folder that end like files of weights, sorted."""
+    return sorted(name for name in names if name.lower().endswith(WEIGHT_SUFFIXES) and not name.startswith("."))
+
+
+def describe_siblings(path: Path, where: str, checkpoints: list[str], files: list[str]) -> str:
+    """What is next to a path, for a message, and which of it has a similar name."""
+    near = f"Checkpoints in {where}: {list_names(checkpoints) or 'none'}."
+    near += f" Weight files: {list_names(files)}." if files else ""
+    close = get_close_matches(path.name, [*checkpoints, *files], n=1)
+    return near + (f" Did you mean {close[0]!r}?" if close else "")
 
 
 def _of_another_program(path: Path) -> str | None:
@@ -471,7 +494,7 @@ def _of_another_program(path: Path) -> str | None:
     expected = "expected a trainkit checkpoint, which is a folder"
     if path.suffix == ".ckpt" and path.is_file():
         return f"{path} is a Lightning checkpoint, which is a file; {expected}. {fix}"
-    if path.suffix in (".pt", ".pth", ".bin") and path.is_file():
+    if path.suffix.lower() in TORCH_SUFFIXES and path.is_file():
         return f"{path} is a file written by torch.save; {expected}. {fix}"
     if path.suffix == ".safetensors" and path.is_file() and not is_checkpoint(path.parent):
         return f"{path} is a file of weights; {expected}. {fix}"
@@ -486,8 +509,12 @@ def _of_another_program(path: Path) -> str | None:
 
 
 def _checkpoints_in(folder: Path) -> list[str]:
+    return [name for name in _names_in(folder) if is_checkpoint(folder / name)]
+
+
+def _names_in(folder: Path) -> list[str]:
     try:
-        return sorted(name for name in os.listdir(folder) if is_checkpoint(folder / name))
+        return sorted(os.listdir(folder))
     except OSError:
         return []
 

@@ -33,10 +33,7 @@ from trainkit.paths import local_path
 from trainkit.tagged_json.codec import MAX_DEPTH, Unregistered
 from trainkit.tagged_json.tensors import tensor_problem
 
-__all__ = ["SUFFIXES", "is_torch_file", "load", "note_in", "plain", "read_torch_files", "write_torch_file"]
-
-SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".tar")
-"""How the names of such files end, in lower case: `.tar` in PyTorch's tutorials, and `model_best.pth.tar`."""
+__all__ = ["is_torch_file", "load", "note_in", "plain", "read_torch_files", "write_torch_file"]
 
 _SCALARS: tuple[type[Any], ...] = (str, bytes, bool, int, float, type(None))
 

@@ -20,9 +20,9 @@ from torch.optim import Optimizer, lr_scheduler
 
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, CheckpointPlan
 from trainkit.checkpoint.commit import check_target, commit
-from trainkit.checkpoint.manifest import is_checkpoint
+from trainkit.checkpoint.manifest import WEIGHT_SUFFIXES, is_checkpoint
 from trainkit.checkpoint.read_foreign import MALFORMED, Foreign, format_error, read_foreign
-from trainkit.checkpoint.torch_file import SUFFIXES, is_torch_file
+from trainkit.checkpoint.torch_file import is_torch_file
 from trainkit.console import notice, quantity
 from trainkit.distributed.process_identity import ProcessIdentity
 from trainkit.errors import CheckpointWriteError, ConfigurationError, TrainkitError
@@ -36,7 +36,6 @@ from trainkit.strategy import Strategy
 __all__ = ["convert_state", "converted", "import_checkpoint", "is_foreign_file"]
 
 
-_FILES = (*SUFFIXES, ".safetensors")
 _CONVERTED, _OWNER = ".converted-", ".owner"  # The folder of `converted`, and the file in it that names its process.
 
 
@@ -87,7 +86,7 @@ def import_checkpoint(
 
 def is_foreign_file(path: Path) -> bool:
     """Whether a path is a file that another program has written, by its name or its content."""
-    return path.is_file() and not is_checkpoint(path.parent) and (path.suffix.lower() in _FILES or is_torch_file(path))
+    return path.is_file() and not is_checkpoint(path.parent) and (path.suffix.lower() in WEIGHT_SUFFIXES or is_torch_file(path))
 
 
 @contextmanager

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from trainkit._version import __version__
 from trainkit.checkpoint.ckpt_file import SUFFIX, lightning_form, write_ckpt
-from trainkit.checkpoint.manifest import DIGEST, MANIFEST
+from trainkit.checkpoint.manifest import DIGEST, MANIFEST, TORCH_SUFFIXES
 from trainkit.checkpoint.plain_files import shard_size, write_weights
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
-from trainkit.checkpoint.torch_file import SUFFIXES
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import quantity
@@ -189,7 +188,7 @@ def export_file(
 def _check_target(target: Path, overwrite: bool) -> None:
     if any(os.path.lexists(target / name) for name in (MANIFEST, DIGEST, "state.json")):
         raise ConfigurationError(f"{target} is a checkpoint, which an export would damage. Fix: choose another folder")
-    if target.suffix in SUFFIXES:
+    if target.suffix in TORCH_SUFFIXES:
         raise ConfigurationError(f"Expected a folder or a file X.ckpt, got {target}. Fix: {target.with_suffix(SUFFIX)}")
     if os.path.lexists(target) and not target.is_dir():
         raise ConfigurationError(f"Expected a folder to write to, got {target}, which is a file. Fix: choose another name")
