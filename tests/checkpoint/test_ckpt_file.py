@@ -13,7 +13,15 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, same
 
 from trainkit.checkpoint import open_checkpoint, register
-from trainkit.checkpoint.ckpt_file import checkpoint_of, file_of, lightning_form, link_last, remove_file_of, write_ckpt
+from trainkit.checkpoint.ckpt_file import (
+    checkpoint_of,
+    file_of,
+    folder_for,
+    lightning_form,
+    link_last,
+    remove_file_of,
+    write_ckpt,
+)
 from trainkit.checkpoint.folder import resolve_pointer
 from trainkit.errors import CheckpointWriteError
 
@@ -79,6 +87,35 @@ def test_the_folder_stands_for_its_file(saved: Configured) -> None:
     assert checkpoint_of(FILE) is None, "the folder was removed"
 
 
+def test_names_do_not_matter(saved: Configured) -> None:
+    write_ckpt(open_checkpoint(FOLDER), FILE)
+    os.rename(FILE, "best.pt")
+    os.rename(FOLDER, "epoch=3")
+    os.symlink("epoch=3", "best")
+    os.mkdir("links")
+    os.symlink("../best.pt", "links/one.pt")
+    os.symlink("one.pt", "links/two.pt")
+    assert checkpoint_of(Path("best.pt")) == Path("epoch=3"), "not the link to it"
+    assert os.path.samefile(checkpoint_of(Path("links/two.pt")) or "", "epoch=3")
+    shutil.copytree("epoch=3", "copy")
+    shutil.copyfile("best.pt", "copy.pt")
+    assert checkpoint_of(Path("copy.pt")) == Path("copy"), "of two copies the one that is named like the file"
+    os.mkdir("elsewhere")
+    shutil.copyfile("best.pt", "elsewhere/best.pt")
+    assert checkpoint_of(Path("elsewhere/best.pt")) is None
+
+
+def test_the_folder_for_a_file(saved: Configured) -> None:
+    """It replaces a checkpoint only if that is not the one of another file."""
+    assert folder_for(Path("new.pt")) == Path("new")
+    assert folder_for(FILE) == folder_for(Path("saved.pt")) == FOLDER
+    write_ckpt(open_checkpoint(FOLDER), FILE)
+    assert (folder_for(FILE), folder_for(Path("saved.pt"))) == (FOLDER, Path("saved.pt.folder"))
+    assert folder_for(Path("model.pth.tar")) == Path("model.pth.tar.folder"), "model.pth is the name of another file"
+    Path("notes").write_text("mine")
+    assert folder_for(Path("notes.bin")) == Path("notes.bin.folder")
+
+
 def test_another_checkpoint_of_the_same_name(saved: Configured) -> None:
     write_ckpt(open_checkpoint(FOLDER), FILE)
     trainer = make_trainer(max_steps=3)
@@ -101,8 +138,11 @@ def test_a_file_of_the_users_is_not_touched(saved: Configured) -> None:
     FILE.write_bytes(b"")  # as tempfile creates it
     write_ckpt(open_checkpoint(FOLDER), FILE)
     assert checkpoint_of(FILE) == FOLDER
+    os.remove("last.ckpt")
+    link_last(FILE)
     remove_file_of(FOLDER)
     assert not FILE.exists()
+    assert not os.path.lexists("last.ckpt"), "a link to it"
     remove_file_of(FOLDER)
 
 

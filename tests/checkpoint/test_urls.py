@@ -17,10 +17,11 @@ from helpers.runs.tiny import TinyModule
 from trainkit import Accelerator, paths
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.checkpoint import urls as module
-from trainkit.checkpoint.folder import checkpoints_here, free_name, remove, write_pointer
+from trainkit.checkpoint.ckpt_file import file_of, is_of_others, link_last, remove_file_of, write_ckpt
+from trainkit.checkpoint.folder import checkpoints_here, free_name, remove, resolve_pointer, write_pointer
 from trainkit.checkpoint.urls import RemoteFolder, RemoteSync, remote_at, remote_sync
 from trainkit.console import TrainkitWarning
-from trainkit.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from trainkit.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
 
 FOLDER = "memory://bucket/run"
@@ -93,10 +94,13 @@ def test_a_checkpoint_at_a_url_is_the_same_and_is_read_from_there(bucket: Memory
 
 
 def test_a_url_without_a_checkpoint_is_named(bucket: MemoryFileSystem) -> None:
-    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* next to it: none. Fix: "):
+    with pytest.raises(
+        CheckpointNotFoundError, match="^memory://bucket/run/good: .* Checkpoints in memory://bucket/run: none. Fix: "
+    ):
         open_checkpoint(f"{FOLDER}/good")
     put(two()[0], "best")
-    with pytest.raises(CheckpointNotFoundError, match="^memory://bucket/run/good: expected .* next to it: 'best'. Fix: "):
+    bucket.pipe_file("/bucket/run/god.pt", b"")
+    with pytest.raises(CheckpointNotFoundError, match=r"good: .* 'best'. Weight files: 'god.pt'. Did you mean 'god.pt'\? "):
         open_checkpoint(f"{FOLDER}/good")
     with pytest.raises(CheckpointNotFoundError, match="run is a folder of checkpoints.* Fix: 'memory://bucket/run/best'.$"):
         open_checkpoint(FOLDER)
@@ -419,6 +423,65 @@ def test_the_pointer_is_at_the_url(bucket: MemoryFileSystem, link: bool) -> None
     assert bucket.cat_file("/bucket/run/last") == b"good\n"
     shutil.rmtree(path.parent)
     assert isinstance(Adam.load_from_checkpoint(f"{FOLDER}/last"), TinyModule)
+
+
+def test_files_of_checkpoints_are_at_the_url(bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is uploaded once, `last.ckpt` whole instead of as a link; elsewhere they stand for their checkpoints."""
+    uploaded, put_file = list[str](), MemoryFileSystem.put_file
+
+    def count(self: Any, local: str, remote: str, **options: Any) -> None:
+        uploaded.append(remote.removeprefix("/bucket/run/"))
+        put_file(self, local, remote, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", count)
+    remote_sync.add_log_folder(staged())
+    for source, name in zip(two(), ("older", "newer"), strict=True):
+        path = put(source, name)
+        remote_sync.wait()
+        write_ckpt(open_checkpoint(path), file_of(path))
+        link_last(file_of(path))
+        staged(".newest.ckpt.tmp").write_bytes(b"that of a write that goes on")
+        remote_sync.wait()
+    remote_sync.finish()
+    assert [one for one in uploaded if one.endswith((".ckpt", ".tmp"))] == [
+        "older.ckpt", "last.ckpt", "newer.ckpt", "last.ckpt"
+    ]  # fmt: skip
+    assert (
+        bucket.cat_file("/bucket/run/last.ckpt")
+        == bucket.cat_file("/bucket/run/newer.ckpt")
+        == Path(staged("newer.ckpt")).read_bytes()
+    )
+    for name in ("last.ckpt", "older.ckpt"):
+        shutil.rmtree(staged().parent)
+        remote_sync.fetch(staged(name))
+        assert resolve_pointer(staged(name)) == staged("newer" if name == "last.ckpt" else "older")
+    shutil.rmtree(staged().parent)
+    remote_sync.fetch(staged("newer.ckpt"))
+    link_last(staged("newer.ckpt"))
+    remove_file_of(staged("newer"))
+    remote_sync.wait()
+    assert [name for name in keys(bucket) if name.endswith(".ckpt")] == ["older.ckpt"]
+    remove_file_of(staged("older"))  # which is only at the URL
+    remote_sync.wait()
+    assert not [name for name in keys(bucket) if name.endswith(".ckpt")]
+
+
+def test_files_of_others_at_the_url_are_kept(bucket: MemoryFileSystem) -> None:
+    """A file here has another name then; `last.ckpt` stays as it is."""
+    for name in ("good.ckpt", "last.ckpt"):
+        bucket.pipe_file(f"/bucket/run/{name}", b"of another program")
+    first, second = two()
+    path, other = put(first, "good"), put(second, "other")
+    remote_sync.wait()
+    assert is_of_others(file_of(path))
+    with pytest.raises(CheckpointWriteError, match=r"good.ckpt exists, and was not made of a checkpoint"):
+        write_ckpt(open_checkpoint(path), file_of(path))
+    remove_file_of(path)
+    write_ckpt(open_checkpoint(other), file_of(other))
+    with pytest.raises(CheckpointWriteError, match=r"last.ckpt exists and is not replaced"):
+        link_last(file_of(other))
+    remote_sync.wait()
+    assert [bucket.cat_file(f"/bucket/run/{name}.ckpt") for name in ("good", "last")] == [b"of another program"] * 2
 
 
 def test_what_is_no_checkpoint_is_not_removed(bucket: MemoryFileSystem) -> None:

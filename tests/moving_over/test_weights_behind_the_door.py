@@ -84,6 +84,13 @@ assert again.global_step == 20
 
 again.save_checkpoint("kept.ckpt")
 assert same(torch.load("kept.ckpt")["state_dict"], again.model.state_dict())
+again.save_checkpoint("kept.pt", weights_only=True)
+assert same(torch.load("kept.pt")["state_dict"], again.model.state_dict())
+assert same(Net.load_from_checkpoint("kept.pt").state_dict(), again.model.state_dict())
+again.save_checkpoint("whole.pth")
+more = pl.Trainer(max_epochs=6, **quiet)
+more.fit(Net(), data, ckpt_path="whole.pth")
+assert more.global_step == 24
 Path("model.pt").write_text("what a library keeps")
 again.save_checkpoint("model.pt.ckpt")
 assert Path("model.pt").read_text() == "what a library keeps"

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.resume.checkpoints import IMPORTABLE
 from helpers.runs.tiny import TinyModule, tiny_loader
-from helpers.runs.trainers import make_trainer
+from helpers.runs.trainers import make_trainer, parameters_of, same
 from helpers.support import run_python
 from helpers.worlds.worlds import run_world
 from torch import nn
@@ -19,6 +19,8 @@ from torch import nn
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint, saver
+from trainkit.checkpoint.folder import resolve_pointer
+from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, CheckpointWriteError, OptimizerError, UnsavableError
 
 
@@ -83,6 +85,64 @@ def test_a_folder_that_is_no_checkpoint_is_an_error_of_the_call(blocking: bool) 
     assert trainer.global_step == 4
     with pytest.raises(CheckpointError, match=r"notes\.txt"):
         trainer.save_checkpoint("mine", blocking=blocking)  # after the fit too
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where `import lightning` gives trainkit."""
+    monkeypatch.setattr("trainkit.trainer.save_policy.is_open", lambda door: True)
+
+
+@pytest.mark.usefixtures("door")
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("name", ["x.ckpt", "x.pt", "x.pth", "x.bin", "x.tar", "x.PT", "x.pth.tar"])
+def test_behind_the_door_a_name_of_a_file_is_a_file(name: str, weights_only: bool) -> None:
+    """Which other programs open, and which stands for its checkpoint."""
+    trainer = fit(Saves(lambda trainer: None))
+    trainer.save_checkpoint(name, weights_only=weights_only)
+    read = torch.load(name, weights_only=True)
+    assert (read["global_step"], same(read["state_dict"], parameters_of(trainer.model))) == (4, True)
+    checkpoint = open_checkpoint(resolve_pointer(Path(name)))
+    assert (checkpoint.manifest.step, bool(checkpoint.manifest.contents["resumable"])) == (4, not weights_only)
+
+
+@pytest.mark.usefixtures("door")
+def test_behind_the_door_a_file_replaces_only_its_own_checkpoint() -> None:
+    trainer = fit(Saves(lambda trainer: None))
+    for name in ("x.ckpt", "x.pt", "x.ckpt"):
+        trainer.save_checkpoint(name, weights_only=name == "x.pt")
+    assert [open_checkpoint(resolve_pointer(Path(name))).path.name for name in ("x.ckpt", "x.pt")] == ["x", "x.pt.folder"]
+    torch.save({"mine": 1}, "y.pt")
+    with pytest.raises(CheckpointWriteError, match=r"y.pt exists, and was not made of a checkpoint. Fix: move it"):
+        trainer.save_checkpoint("y.pt")
+    assert not Path("y").exists()
+    assert torch.load("y.pt") == {"mine": 1}
+
+
+@pytest.mark.usefixtures("door")
+def test_behind_the_door_a_finite_file_is_kept() -> None:
+    """As its checkpoint is."""
+    trainer = fit(Saves(lambda trainer: None))
+    trainer.save_checkpoint("x.pt")
+    with torch.no_grad():
+        next(trainer.model.parameters()).fill_(float("nan"))
+    with pytest.warns(TrainkitWarning, match="x-nonfinite are not finite"):
+        trainer.save_checkpoint("x.pt")
+    finite = [all(t.isfinite().all() for t in torch.load(name)["state_dict"].values()) for name in ("x.pt", "x-nonfinite.pt")]
+    assert finite == [True, False]
+    assert open_checkpoint(resolve_pointer(Path("x.pt"))).manifest.finite
+
+
+@pytest.mark.usefixtures("door")
+def test_behind_the_door_a_folder_stays_one(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level("INFO", "trainkit")
+    trainer = fit(Saves(lambda trainer: None))
+    with monkeypatch.context() as closed:
+        closed.setattr("trainkit.trainer.save_policy.is_open", lambda door: False)
+        trainer.save_checkpoint("x.pt")
+    trainer.save_checkpoint("x.pt")
+    assert open_checkpoint("x.pt").manifest.step == 4
+    assert "x.pt is the folder of a checkpoint, and remains one." in caplog.messages[-1]
 
 
 def _two_ranks(folder: str) -> tuple[list[str], int]:

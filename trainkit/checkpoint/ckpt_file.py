@@ -1,18 +1,18 @@
 """A `.ckpt` file next to a checkpoint: its weights in the form of Lightning, for programs that open it with `torch.load`.
 
-The file `x.ckpt` names the checkpoint `x` that it was made of, so that trainkit uses the folder where it is given the file.
+The file contains the digest of the checkpoint that it was made of, so that trainkit uses the folder where it is given the file.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainkit.checkpoint.manifest import checkpoint_identity
+from trainkit.checkpoint.manifest import TORCH_SUFFIXES, checkpoint_identity, is_checkpoint
 from trainkit.checkpoint.reader import Checkpoint
 from trainkit.checkpoint.torch_file import note_in, plain, write_torch_file
 from trainkit.checkpoint.urls import remote_sync
@@ -21,12 +21,15 @@ from trainkit.names import table
 
 __all__ = [
     "SUFFIX",
+    "check_replaceable",
     "checkpoint_of",
     "file_of",
     "folder_for",
+    "is_named_so",
     "is_of_others",
     "lightning_form",
     "link_last",
+    "own_folder",
     "remove_file_of",
     "write_ckpt",
 ]
@@ -44,21 +47,51 @@ def file_of(checkpoint: Path) -> Path:
 
 
 def checkpoint_of(file: Path) -> Path | None:
-    """The checkpoint that a file was made of, if it is still next to it and the same."""
-    if not file.name.endswith(SUFFIX) or not file.is_file():
+    """The checkpoint that a file was made of, if it is still next to it or at the URL of the folder; their names do not matter.
+
+    Raises:
+        CheckpointError: The URL cannot be read.
+    """
+    if not file.is_file():
         return None
-    if file.is_symlink():
+    while file.is_symlink():
         file = file.parent / os.readlink(file)
     note = note_in(file)
-    for folder in (file.with_name(file.name.removesuffix(SUFFIX)), folder_for(file)):
-        identity = checkpoint_identity(folder)
-        if identity and note == _note(identity):
-            return folder
-    return None
+    if not note.startswith(_NOTE) or note == _note(b""):
+        return None
+    here = next((folder for folder in _folders_next_to(file) if note == _note(checkpoint_identity(folder) or b"")), None)
+    if here is not None:
+        return here
+    there = remote_sync.checkpoints(file.parent)
+    return next((file.parent / name for name in sorted(there) if note == _note(there[name].digest)), None)
+
+
+def _folders_next_to(file: Path) -> Iterator[Path]:
+    """The folders that may be the checkpoint of a file: first those that are named like it, links last."""
+    yield from (folder for folder in (file.with_suffix(""), own_folder(file)) if not folder.is_symlink())
+    with suppress(OSError), os.scandir(file.parent) as entries:  # a folder that cannot be listed may still be read
+        found = sorted((entry.is_symlink(), entry.name) for entry in entries if entry.is_dir())
+        yield from (file.parent / name for _, name in found if not name.startswith("."))
+
+
+def is_named_so(file: Path) -> bool:
+    """Whether a path ends like the name of a file that `torch.load` opens."""
+    return file.suffix.lower() in TORCH_SUFFIXES
 
 
 def folder_for(file: Path) -> Path:
-    """The checkpoint of a file whose own name without `.ckpt` is that of something else."""
+    """The folder of the checkpoint that a file is to be made of: `x` for `x.ckpt`, or else `own_folder`.
+
+    The latter if `x` is something else or the checkpoint of another file, such as `x.pt`, or if it is the name of such a file.
+    """
+    folder = file.with_suffix("")
+    others = [folder.with_name(folder.name + suffix) for suffix in TORCH_SUFFIXES if suffix != file.suffix]
+    free = not os.path.lexists(folder) or (is_checkpoint(folder) and all(checkpoint_of(one) != folder for one in others))
+    return folder if free and not is_named_so(folder) else own_folder(file)
+
+
+def own_folder(file: Path) -> Path:
+    """A folder for a checkpoint whose name no other file has."""
     return file.with_name(f"{file.name}.folder")
 
 
@@ -77,8 +110,7 @@ def write_ckpt(checkpoint: Checkpoint, file: Path, changed: Mapping[str, Any] | 
         CheckpointWriteError: It cannot be written, or another file has its name.
         CheckpointError: The checkpoint is damaged.
     """
-    if is_of_others(file):
-        raise CheckpointWriteError(f"{file} exists, and was not made of a checkpoint. Fix: move it, or choose another name.")
+    check_replaceable(file)
     content, omitted = lightning_form(checkpoint) if changed is None else (changed, [])
     write_torch_file(file, content, note=_note(checkpoint.identity if changed is None else b""))
     remote_sync.note_change(file)
@@ -86,15 +118,18 @@ def write_ckpt(checkpoint: Checkpoint, file: Path, changed: Mapping[str, Any] | 
 
 
 def link_last(file: Path) -> None:
-    """Make `last.ckpt` a link to the file of a checkpoint, atomically; a copy where links cannot be created.
+    """Make `last.ckpt` a link to the file of a checkpoint, atomically; a copy where links cannot be created, and at a URL.
 
     Raises:
         OSError: It cannot be written.
         CheckpointWriteError: Another file has this name.
     """
     last = file.with_name(f"last{SUFFIX}")
-    if os.path.lexists(last) and not last.is_symlink() and not is_ours(last):
-        raise CheckpointWriteError(f"{last} exists, and was not made of a checkpoint. Fix: move it, or set save_last=False.")
+    if _is_taken(last) and not last.is_symlink() and not is_ours(last):
+        raise CheckpointWriteError(
+            f"{last} exists and is not replaced, because trainkit did not write it: ckpt_path='{last}' would resume from "
+            "that file. Fix: move it, save to another folder, or set save_last=False."
+        )
     temporary = file.with_name(f".{last.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -102,25 +137,43 @@ def link_last(file: Path) -> None:
     except (NotImplementedError, OSError):
         shutil.copyfile(file, temporary)
     os.replace(temporary, last)
+    remote_sync.note_change(last)
 
 
 def remove_file_of(checkpoint: Path) -> None:
-    """Remove the file that was made of a checkpoint; nothing else is removed."""
+    """Remove the file that was made of a checkpoint, and `last.ckpt` if it is a link to it; nothing else is removed."""
     file = file_of(checkpoint)
-    if is_ours(file):
-        with suppress(FileNotFoundError):
-            file.unlink()
-        remote_sync.note_change(file)
+    last = file.with_name(f"last{SUFFIX}")
+    of_last = [last] if last.is_symlink() and os.readlink(last) == file.name else []
+    for path in [*of_last, file] if is_ours(file) else []:
+        path.unlink(missing_ok=True)
+        remote_sync.note_change(path)
 
 
 def is_ours(file: Path) -> bool:
-    """Whether a file was made of a checkpoint, or is a link to such a file."""
+    """Whether a file, here or else at its URL, was made of a checkpoint, or is a link to such a file."""
+    if not os.path.lexists(file):
+        return remote_sync.read_end(file, len(_note(b"0" * 64))).startswith(_NOTE.encode())
     return note_in(file).startswith(_NOTE)
 
 
+def check_replaceable(file: Path) -> None:
+    """Check that nothing is lost if a file is written.
+
+    Raises:
+        CheckpointWriteError: There is something that was not made of a checkpoint.
+    """
+    if is_of_others(file):
+        raise CheckpointWriteError(f"{file} exists, and was not made of a checkpoint. Fix: move it, or choose another name.")
+
+
 def is_of_others(file: Path) -> bool:
-    """Whether there is something that is not to be replaced: not empty, and not made of a checkpoint."""
-    return os.path.lexists(file) and not is_ours(file) and (not file.is_file() or file.stat().st_size > 0)
+    """Whether there is something, here or at the URL, that is not to be replaced: not empty, and not made of a checkpoint."""
+    return _is_taken(file) and not is_ours(file) and (not file.is_file() or file.stat().st_size > 0)
+
+
+def _is_taken(file: Path) -> bool:
+    return os.path.lexists(file) or file.name in remote_sync.names(file.parent)
 
 
 def lightning_form(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:

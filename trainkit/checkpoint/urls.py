@@ -31,11 +31,13 @@ from trainkit.checkpoint.manifest import (
     MAX_LISTED,
     Manifest,
     checkpoint_identity,
+    describe_siblings,
     digest_line,
     has_checkpoint_files,
     is_checkpoint,
     list_names,
     make_hidden_path,
+    weight_files,
 )
 from trainkit.checkpoint.regular_file import hash_file, read_small_file
 from trainkit.console import notice, quantity, warn
@@ -76,10 +78,10 @@ def why_not_at_the_url(path: Path) -> str | None:
         fix = f"Fix: {remote.url + '/' + inside[-1]!r}."
         return f"{remote.url} is a folder of checkpoints, expected one of them: {list_names(inside)}. {fix}"
     siblings = sorted(around.checkpoints()) if around is not None else []
-    return (
-        f"{remote.url}: expected a checkpoint, but there is none. Checkpoints next to it: {list_names(siblings) or 'none'}. "
-        "Fix: pass the URL of one of them, or of another folder"
-    )
+    files = weight_files(around.names()) if around is not None else []
+    near = describe_siblings(path, remote.url.rpartition("/")[0], siblings, files)
+    fix = "Fix: pass the URL of one of them, or of another folder"
+    return f"{remote.url}: expected a checkpoint, but there is none. {near} {fix}"
 
 
 class RemoteFolder:
@@ -266,6 +268,18 @@ class RemoteFolder:
         if there:
             self._get("", self.local)
 
+    def read_end(self, count: int) -> bytes:
+        """The last bytes of the file at the URL; fewer if it is shorter.
+
+        Raises:
+            CheckpointError: The URL cannot be read.
+        """
+        try:
+            data: bytes = self._fs.cat_file(self._root, start=-count)
+        except Exception as error:
+            raise self._unreadable(error) from error
+        return data
+
     def _get(self, name: str, target: Path) -> None:
         """Download a file, complete or not at all."""
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -292,13 +306,13 @@ class RemoteFolder:
             if not (self.local / path).exists():
                 self._get(path, self.local / path)
 
-    def push_file(self, path: str) -> None:
-        """Upload a file of the staging folder.
+    def push_file(self, path: str = "") -> None:
+        """Upload a file of the staging folder, or the file that it is.
 
         Args:
             path: Relative to the folder.
         """
-        self._fs.put_file(str(self.local / path), f"{self._root}/{path}")
+        self._fs.put_file(str(self.local / path), f"{self._root}/{path}".rstrip("/"))
 
     def write_file(self, data: bytes) -> None:
         """Write a file at the URL."""
@@ -360,6 +374,7 @@ class RemoteSync:
         self._lock = threading.Lock()
         self._entered: dict[Path, _RemoteListing] = {}
         self._waiting: deque[Path] = deque()  # Paths that were saved or removed, and folders of log files.
+        self._changed: set[Path] = set()  # All that were saved or removed so far: these are no log files.
         # Folder → file → its size and time when it was uploaded.
         self._log_folders: dict[Path, dict[str, tuple[int, int]]] = {}
         self._error: tuple[Path, Exception] | None = None  # The error of the last try, if it failed.
@@ -409,6 +424,14 @@ class RemoteSync:
         remote = remote_at(folder)
         return set() if remote is None else remote.names()
 
+    def read_end(self, file: Path, count: int) -> bytes:
+        """The last bytes of the file at the URL of a path; nothing if there is none, or if it cannot be read now."""
+        remote = remote_at(file) if file.name in self.names(file.parent) else None
+        try:
+            return b"" if remote is None else remote.read_end(count)
+        except CheckpointError:
+            return b""
+
     def fetch(self, path: Path, *, again: bool = False) -> bool:
         """Download the checkpoint or the file that a path stands for, unless the local one is the same or newer.
 
@@ -449,7 +472,7 @@ class RemoteSync:
     # -------------------------------------------------------------------------------------------------------- to the URL
 
     def note_change(self, path: Path) -> None:
-        """A checkpoint or the file `last` was saved or removed: the thread does the same at its URL. Never raises."""
+        """A checkpoint or a file next to it was saved or removed: the thread does the same at its URL. Never raises."""
         if url_of(path) is None:
             return
         gone = not os.path.lexists(path)
@@ -462,6 +485,7 @@ class RemoteSync:
                 self._waiting.remove(path)  # it is removed after what was saved meanwhile
             if path not in self._waiting:
                 self._waiting.append(path)
+            self._changed.add(path)
             self._start()
 
     def add_log_folder(self, folder: Path) -> None:
@@ -542,10 +566,10 @@ class RemoteSync:
             return
         if path in self._log_folders:
             self._push_logs(path)
+        elif path.is_file():  # or a link to one: `last.ckpt`
+            remote.push_file()
         elif path.is_symlink():  # `last` as a link
             remote.write_file(os.fsencode(os.readlink(path)) + b"\n")
-        elif path.is_file():
-            remote.write_file(path.read_bytes())
         elif not os.path.lexists(path):
             remote.remove()
         else:
@@ -562,7 +586,8 @@ class RemoteSync:
             for name in names:
                 path = Path(parent, name)
                 relative = path.relative_to(folder).as_posix()
-                if path.is_symlink() or name == LOCK or ".tmp-" in name:
+                unfinished = ".tmp-" in name or (name.startswith(".") and name.endswith(".tmp"))
+                if path.is_symlink() or name == LOCK or unfinished or path in self._changed:
                     continue
                 with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                     about = path.stat()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, sizes_to_copy
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
-from trainkit.checkpoint.ckpt_file import SUFFIX, folder_for, write_ckpt
-from trainkit.checkpoint.commit import CommitResult, check_target
+from trainkit.checkpoint.ckpt_file import check_replaceable, folder_for, is_named_so, own_folder, write_ckpt
+from trainkit.checkpoint.commit import NONFINITE, CommitResult, check_target
 from trainkit.checkpoint.folder import remove
 from trainkit.checkpoint.manifest import is_checkpoint
 from trainkit.checkpoint.ranks import run_on_all_ranks
@@ -423,12 +422,12 @@ class SavePolicy:
         self._counter += 1
         step = self._run.progress.global_step
 
-        complete: list[Path] = []
+        complete: list[CommitResult] = []
 
         def on_commit(written: CommitResult) -> None:
             self._failures = 0
             self._note_nonfinite(step, written)
-            complete.append(written.path)
+            complete.append(written)
             if not blocking:
                 write_file()
 
@@ -445,20 +444,22 @@ class SavePolicy:
     def _targets(self, path: Path) -> tuple[Path, Path | None, bool]:
         """The folder of a checkpoint for a path of the user's, the file to make of it, and whether the folder is kept.
 
-        An empty file, such as a temporary one, becomes a file. Where `import lightning` gives trainkit, so does `x.ckpt`, next
-        to the folder `x`.
+        An empty file, such as a temporary one, becomes a file. Where `import lightning` gives trainkit, so does `x.ckpt` or
+        `x.pt`, next to the folder `x`.
         """
 
         def choose() -> list[Any] | None:
             if not self._world.is_main:
                 return None
             if path.is_file() and not path.stat().st_size:
-                return [str(folder_for(path)), str(path), False]
-            if not is_open("lightning") or path.suffix != SUFFIX or is_checkpoint(path):
+                return [str(own_folder(path)), str(path), False]
+            if not is_open("lightning") or not is_named_so(path):
                 return [str(path), None, True]
-            folder = path.with_suffix("")
-            free = not os.path.lexists(folder) or is_checkpoint(folder)
-            return [str(folder if free else folder_for(path)), str(path), True]
+            if is_checkpoint(path):
+                notice(f"{path} is the folder of a checkpoint, and remains one. For a file that torch.load opens, remove it.")
+                return [str(path), None, True]
+            check_replaceable(path)
+            return [str(folder_for(path)), str(path), True]
 
         folder, file, keep = run_on_all_ranks(self._world, choose)
         return Path(folder), None if file is None else Path(file), keep
@@ -528,12 +529,17 @@ class SavePolicy:
             self.save_folders.release()
 
 
-def _write_file(checkpoint: Path, file: Path, keep: bool) -> None:
-    """Make the file of a checkpoint, and remove the checkpoint unless it is kept."""
+def _write_file(written: CommitResult, file: Path, keep: bool) -> None:
+    """Make the file of a checkpoint, and remove the checkpoint unless it is kept.
+
+    That of a checkpoint which did not replace a finite one does not replace its file either.
+    """
+    if written.kept is not None:
+        file = file.with_name(f"{file.stem}{NONFINITE}{file.suffix}")
     try:
-        omitted = write_ckpt(open_checkpoint(checkpoint), file)
+        omitted = write_ckpt(open_checkpoint(written.path), file)
     finally:
         if not keep:
-            remove(checkpoint)
+            remove(written.path)
     if omitted:
         notice(f"omitted from {file}: {'; '.join(omitted)}")
