@@ -20,10 +20,10 @@ import yaml
 from torch import Tensor
 
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.checkpoint.ckpt_file import file_of, is_of_others, link_last, remove_file_of, write_ckpt
+from trainkit.checkpoint.ckpt_file import checkpoint_of, file_of, is_of_others, link_last, remove_file_of, write_ckpt
 from trainkit.checkpoint.commit import CommitResult
 from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, resolve_pointer, write_pointer
-from trainkit.checkpoint.manifest import Manifest, checkpoint_identity
+from trainkit.checkpoint.manifest import Manifest, checkpoint_identity, is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
 from trainkit.checks import whole_number
 from trainkit.console import notice, prints_here
@@ -282,7 +282,7 @@ class CheckpointHistory(Checkpoint):
         self.current_score: Tensor | None = None
         # the newest that are not known to have parameters that are not finite; the first is not known before it is written
         self._finite: tuple[str, ...] = ()
-        self._omitted: set[str] = set()  # what notices have named that is not in a file
+        self._reported: set[str] = set()  # what was printed once in this fit
         self._displaced: dict[str, Tensor] = {}  # no longer among the best because of the newest
 
     @property
@@ -511,11 +511,17 @@ class CheckpointHistory(Checkpoint):
         try:
             step(path)
         except (CheckpointError, OSError) as error:
-            notice(f"ModelCheckpoint: {path} is saved, but: {error}")
+            self._notice_once(f"ModelCheckpoint: {path} is saved, but: {error}", about=str(error))
+
+    def _notice_once(self, text: str, about: str | None = None) -> None:
+        """A notice, once in a fit; `about`: the part of the text that is the same each time, if not all of it is."""
+        if (about or text) not in self._reported:
+            self._reported.add(about or text)
+            notice(text)
 
     def _point_to(self, path: Path) -> None:
         write_pointer(path.parent, path.name, link=self.save_last == "link")
-        if self.also:
+        if self.also and file_of(path).is_file():
             link_last(file_of(path))
 
     def _remove_outdated(self, save: Save, run_id: str, finite: bool) -> None:
@@ -534,9 +540,14 @@ class CheckpointHistory(Checkpoint):
             remove_file_of(path)
             raise
         for text in omitted:
-            if text not in self._omitted:
-                self._omitted.add(text)
-                notice(f"ModelCheckpoint(also='ckpt'): omitted from {file_of(path).name}: {text}")
+            self._notice_once(f"ModelCheckpoint(also='ckpt'): omitted from {file_of(path).name}: {text}", about=text)
+
+    def _write_missing_files(self) -> None:
+        """Write the files of earlier checkpoints that are missing: the run was killed before that, or kept none until now."""
+        for path in map(Path, filter(None, dict.fromkeys((*self._ranking, *self._finite, self._newest)))):
+            file = file_of(path)
+            if is_checkpoint(path) and checkpoint_of(file) != path and not is_of_others(file):
+                self._try(path, self._write_file)
 
     def _list_outdated(self, save: Save, run_id: str, finite: bool) -> list[str]:
         """The checkpoints of this run and callback that `save` makes unnecessary, the oldest first.

@@ -186,7 +186,6 @@ class ModelCheckpoint(CheckpointHistory):
         self._begun = self._validates = self._validated = self._epoch_ended = False
         self._at_train_epoch_end = self._decided = False
         self._content = self.save
-        self._reported: set[str] = set()
 
     @property
     def state_key(self) -> str:
@@ -231,6 +230,8 @@ class ModelCheckpoint(CheckpointHistory):
                 "others. To save all of them: ModelCheckpoint(save='all')"
             )
         checkpointing = trainer._save_policy
+        if self.also and trainer.is_global_zero:
+            self._write_missing_files()
         self._begun = True
         self._saved = checkpointing.position  # Nothing has changed yet.
         checkpointing.reserve(weights_only=self.save_weights_only, save=self._content)
@@ -424,9 +425,3 @@ class ModelCheckpoint(CheckpointHistory):
         if used:
             return any(name in known and not known[name][1] for name in used)
         return self.monitor is not None and self.save_top_k != 0 and "" not in self._best_with("", score)
-
-    def _notice_once(self, text: str) -> None:
-        """A notice, once in a fit."""
-        if text not in self._reported:
-            self._reported.add(text)
-            notice(text)

@@ -728,12 +728,26 @@ def test_a_file_that_cannot_be_written_stops_nothing_else(begin, run_dir, caplog
 
     monkeypatch.setattr("trainkit.callbacks._checkpoint_history.write_ckpt", refuse)
     run.epoch()
-    assert run.names == ["last", "last.ckpt", "model"]
+    assert run.names == ["last", "model"], "nor does a link to it stay"
     assert "model is saved, but: disk full" in caplog.messages[-1]
     run = begin(ModelCheckpoint("d", also="ckpt", keep_last=1))
     run.epoch()
     run.epoch()
     assert run.steps == [20]
+
+
+def test_last_of_another_program_is_kept_and_named_once(begin, run_dir, caplog, monkeypatch) -> None:
+    caplog.set_level("INFO", "trainkit")
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    (run_dir / "c").mkdir()
+    (run_dir / "c" / "last.ckpt").write_bytes(b"of another program")
+    run = begin(ModelCheckpoint("c", also="ckpt", save_last=True))
+    for _ in range(3):
+        run.epoch()
+    assert (run_dir / "c" / "last.ckpt").read_bytes() == b"of another program"
+    (text,) = [text for text in caplog.messages if "is saved, but" in text]
+    assert "last.ckpt exists and is not replaced, because trainkit did not write it: ckpt_path=" in text
+    assert "Fix: move it, save to another folder, or set save_last=False." in text
 
 
 def test_the_pointer_names_the_newest(begin, run_dir) -> None:

@@ -504,6 +504,22 @@ def test_a_file_next_to_each_checkpoint_is_kept_and_removed_with_it() -> None:
     assert (trainer.global_step, again.global_step) == (16, 24)
 
 
+def test_a_resumed_run_writes_the_files_that_are_missing() -> None:
+    """Of the checkpoints that paths name: the run was killed before it wrote one, or it kept none until then."""
+    losses = [1.0, 3.0, 2.0]
+    fit(ModelCheckpoint("c", monitor="val_loss", keep_last=1), module=Losses(losses), max_epochs=3)
+    torch.save({"mine": 1}, "c/step-00000012.ckpt")
+    again = ModelCheckpoint("c", monitor="val_loss", keep_last=1, also="ckpt")
+    fit(again, module=Losses([*losses, 4.0]), max_epochs=4, ckpt_path="last")
+    assert torch.load(f"{again.best_model_path}.ckpt")["global_step"] == 4
+    assert torch.load("c/step-00000012.ckpt") == {"mine": 1}
+
+    os.remove("c/step-00000016.ckpt")
+    torch.save(torch.load("c/step-00000004.ckpt"), "c/step-00000004.ckpt")  # edited by the user
+    fit(again, module=Losses([*losses, 4.0]), max_epochs=4, ckpt_path="last")
+    assert torch.load("c/step-00000016.ckpt")["global_step"] == 16
+
+
 def test_no_file_unless_asked() -> None:
     fit(ModelCheckpoint("c"))
     assert sorted(os.listdir("c")) == [".lock", "step-00000004"]
