@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +23,14 @@ from torch import Tensor
 from trainkit.callbacks.checkpoint import Checkpoint
 from trainkit.checkpoint.ckpt_file import checkpoint_of, file_of, is_of_others, link_last, remove_file_of, write_ckpt
 from trainkit.checkpoint.commit import CommitResult
-from trainkit.checkpoint.folder import POINTER, ListedCheckpoint, list_checkpoints, remove, resolve_pointer, write_pointer
+from trainkit.checkpoint.folder import (
+    POINTER,
+    ListedCheckpoint,
+    list_checkpoints,
+    remove,
+    resolve_pointer,
+    write_pointer,
+)
 from trainkit.checkpoint.manifest import Manifest, checkpoint_identity, is_checkpoint
 from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
 from trainkit.checks import whole_number
@@ -499,10 +507,13 @@ class CheckpointHistory(Checkpoint):
         path, finite = Path(save.path), written.finite
         try:
             if self.also:
-                self._try(path, self._write_file)
+                with suppress(CheckpointError, OSError):  # it is tried again below, where there may be more room on the disk
+                    self._write_file(path)
             if self.save_last and (finite or not self._finite):  # `last` is for resuming
                 self._try(path, self._point_to)
             self._try(path, lambda _: self._remove_outdated(save, checkpointing.run_id, finite))
+            if self.also:
+                self._write_missing_files()
         finally:
             checkpointing.tell_loggers(self)  # which may read the file, whose path they are given
 
@@ -521,7 +532,11 @@ class CheckpointHistory(Checkpoint):
 
     def _point_to(self, path: Path) -> None:
         write_pointer(path.parent, path.name, link=self.save_last == "link")
-        if self.also and file_of(path).is_file():
+        self._link_last(path)
+
+    def _link_last(self, path: Path) -> None:
+        """Link to the file of a checkpoint if `last` is that checkpoint."""
+        if self.also and self.save_last and file_of(path).is_file() and resolve_pointer(path.with_name(POINTER)) == path:
             link_last(file_of(path))
 
     def _remove_outdated(self, save: Save, run_id: str, finite: bool) -> None:
@@ -543,11 +558,15 @@ class CheckpointHistory(Checkpoint):
             self._notice_once(f"ModelCheckpoint(also='ckpt'): omitted from {file_of(path).name}: {text}", about=text)
 
     def _write_missing_files(self) -> None:
-        """Write the files of earlier checkpoints that are missing: the run was killed before that, or kept none until now."""
+        """Write the files that paths name and that are missing.
+
+        The disk was full, the run was killed before it wrote them, or it kept none until now.
+        """
         for path in map(Path, filter(None, dict.fromkeys((*self._ranking, *self._finite, self._newest)))):
             file = file_of(path)
             if is_checkpoint(path) and checkpoint_of(file) != path and not is_of_others(file):
                 self._try(path, self._write_file)
+                self._try(path, self._link_last)
 
     def _list_outdated(self, save: Save, run_id: str, finite: bool) -> list[str]:
         """The checkpoints of this run and callback that `save` makes unnecessary, the oldest first.

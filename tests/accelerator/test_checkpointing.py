@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -395,7 +396,8 @@ def test_save_model_divides_large_ones_and_removes_what_was() -> None:
     index = json.loads(Path("weights/model.safetensors.index.json").read_text())["weight_map"]
     tensors = {name: load_file(f"weights/{file}")[name] for name, file in index.items()}
     assert same(tensors, parameters_of(loop.plain))
-    Path("weights/.model.safetensors.tmp").write_text("left by a kill")
+    Path("weights/.model.safetensors.tmp-0123").write_text("left by a kill")
+    os.utime("weights/.model.safetensors.tmp-0123", (1, 1))
     loop.accelerator.save_model(loop.model, "weights", max_shard_size=10_000)
     assert [path.name for path in Path("weights").iterdir()] == ["model.safetensors"]
     with pytest.raises(ConfigurationError, match="max_shard_size must be a size such as '5GB'"):

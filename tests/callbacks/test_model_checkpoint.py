@@ -21,6 +21,7 @@ import yaml
 from helpers.resume.checkpoints import draft
 
 from trainkit.callbacks import ModelCheckpoint, model_checkpoint
+from trainkit.checkpoint.ckpt_file import write_ckpt
 from trainkit.checkpoint.commit import CommitResult, commit
 from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
@@ -734,6 +735,25 @@ def test_a_file_that_cannot_be_written_stops_nothing_else(begin, run_dir, caplog
     run.epoch()
     run.epoch()
     assert run.steps == [20]
+
+
+def test_a_file_is_written_when_there_is_room(begin, run_dir, caplog, monkeypatch) -> None:
+    """On a full disk, after what is outdated was removed."""
+    caplog.set_level("INFO", "trainkit")
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    run = begin(ModelCheckpoint("c", also="ckpt", save_last=True, keep_last=1))
+    run.epoch()
+
+    def full(checkpoint: Any, file: Path) -> list[str]:
+        if (run_dir / "c" / "step-00000010").exists():
+            raise CheckpointWriteError("disk full")
+        return write_ckpt(checkpoint, file)
+
+    monkeypatch.setattr("trainkit.callbacks._checkpoint_history.write_ckpt", full)
+    run.epoch()
+    assert run.names == ["last", "last.ckpt", "step-00000020", "step-00000020.ckpt"]
+    assert os.readlink(run_dir / "c" / "last.ckpt") == "step-00000020.ckpt"
+    assert not [text for text in caplog.messages if "is saved, but" in text]
 
 
 def test_last_of_another_program_is_kept_and_named_once(begin, run_dir, caplog, monkeypatch) -> None:

@@ -116,12 +116,14 @@ def test_the_folder_for_a_file(saved: Configured) -> None:
     assert folder_for(Path("notes.bin")) == Path("notes.bin.folder")
 
 
-def test_another_checkpoint_of_the_same_name(saved: Configured) -> None:
+def test_another_checkpoint_of_the_same_name(saved: Configured, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "trainkit")
     write_ckpt(open_checkpoint(FOLDER), FILE)
     trainer = make_trainer(max_steps=3)
     trainer.fit(saved, tiny_loader(), ckpt_path=FOLDER)
     trainer.save_checkpoint(FOLDER)
-    assert checkpoint_of(FILE) is None
+    assert (checkpoint_of(FILE), resolve_pointer(FILE)) == (None, FILE)
+    assert "saved.ckpt was not made of the checkpoint saved next to it" in caplog.messages[-1]
     write_ckpt(open_checkpoint(FOLDER), FILE)
     assert checkpoint_of(FILE) == FOLDER
 

@@ -80,7 +80,8 @@ def test_weight_files_and_links_are_named(run_dir: Path) -> None:
     os.symlink("step-00000003.ckpt", "last.ckpt")
     with pytest.raises(CheckpointNotFoundError) as caught:
         open_checkpoint("step-0000002.ckpt")
-    files = "Weight files: 'last.ckpt', 'model.PT', 'step-00000002.ckpt'. Did you mean 'step-00000002.ckpt'?"
+    os.mkdir("folder.ckpt")
+    files = "Weight files: 'model.PT', 'step-00000002.ckpt'. Did you mean 'step-00000002.ckpt'?"
     assert str(caught.value).endswith(f"this path does not exist. Checkpoints in {run_dir}: 'good'. {files}")
     with pytest.raises(CheckpointNotFoundError, match="but this is a link to step-00000003.ckpt, which does not exist. Check"):
         open_checkpoint("last.ckpt")

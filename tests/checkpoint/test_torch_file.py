@@ -116,6 +116,24 @@ def test_a_file_is_there_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) ->
         write_torch_file(FILE, 1)
 
 
+def test_two_that_write_one_file_do_not_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other begins and ends while this one writes."""
+    save = torch.save
+
+    def slow(value: Any, file: Any) -> None:
+        if value == {"a": 1}:
+            file.write(b"the first part")
+            write_torch_file(FILE, {"a": 2})
+            assert torch.load(FILE, weights_only=True) == {"a": 2}
+            file.seek(0)
+        save(value, file)
+
+    monkeypatch.setattr(torch, "save", slow)
+    write_torch_file(FILE, {"a": 1})
+    assert torch.load(FILE, weights_only=True) == {"a": 1}
+    assert os.listdir() == ["value.pt"]
+
+
 def test_a_note_is_lost_when_another_program_saves_the_file() -> None:
     write_torch_file(FILE, {"a": torch.ones(3)}, note="made of x")
     assert note_in(FILE) == "made of x"

@@ -120,6 +120,20 @@ def test_behind_the_door_a_file_replaces_only_its_own_checkpoint() -> None:
 
 
 @pytest.mark.usefixtures("door")
+def test_a_run_cannot_resume_from_a_file_alone() -> None:
+    fit(Saves(lambda trainer: None)).save_checkpoint("x.pt")
+    Path("runs").mkdir()
+    Path("x").rename("runs/x")
+    Path("last.ckpt").symlink_to("gone.ckpt")
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    trainer = Trainer(accelerator="cpu", max_epochs=2, **quiet)
+    with pytest.raises(CheckpointError, match=r"To resume, put the folder of the checkpoint that it was made of next to it\."):
+        trainer.fit(TinyModule(), tiny_loader(), ckpt_path="x.pt")
+    with pytest.raises(CheckpointError, match=r"last.ckpt: expected a checkpoint, but this is a link to gone.ckpt, which does"):
+        trainer.fit(TinyModule(), tiny_loader(), ckpt_path="last.ckpt")
+
+
+@pytest.mark.usefixtures("door")
 def test_behind_the_door_a_finite_file_is_kept() -> None:
     """As its checkpoint is."""
     trainer = fit(Saves(lambda trainer: None))

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from trainkit.checkpoint.commit import replacing
 from trainkit.checkpoint.manifest import TORCH_SUFFIXES, checkpoint_identity, is_checkpoint
 from trainkit.checkpoint.reader import Checkpoint
 from trainkit.checkpoint.torch_file import note_in, plain, write_torch_file
@@ -130,13 +131,11 @@ def link_last(file: Path) -> None:
             f"{last} exists and is not replaced, because trainkit did not write it: ckpt_path='{last}' would resume from "
             "that file. Fix: move it, save to another folder, or set save_last=False."
         )
-    temporary = file.with_name(f".{last.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        os.symlink(file.name, temporary)
-    except (NotImplementedError, OSError):
-        shutil.copyfile(file, temporary)
-    os.replace(temporary, last)
+    with replacing(last) as temporary:
+        try:
+            os.symlink(file.name, temporary)
+        except (NotImplementedError, OSError):
+            shutil.copyfile(file, temporary)
     remote_sync.note_change(last)
 
 

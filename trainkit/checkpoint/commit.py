@@ -8,6 +8,7 @@ import errno
 import glob
 import os
 import re
+import secrets
 import shutil
 import stat
 import sys
@@ -28,7 +29,7 @@ from trainkit.distributed.world import ThreadExchange
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.tagged_json.codec import MAX_JSON_BYTES
 
-__all__ = ["NONFINITE", "OF_HOOKS", "CommitResult", "check_target", "commit", "make_hook_folder", "sync_folder"]
+__all__ = ["NONFINITE", "OF_HOOKS", "CommitResult", "check_target", "commit", "make_hook_folder", "replacing", "sync_folder"]
 
 OF_HOOKS = "-files"
 """What the name of a folder into which hooks write ends with."""
@@ -485,11 +486,30 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A context with the path of a new file, which replaces the one at `path` at its end; after an error it is removed.
+
+    No two have the same, so that processes that write one file at the same time do not mix what they write.
+
+    Raises:
+        OSError: The file cannot be replaced.
+    """
+    _remove_abandoned(path)
+    temporary = make_hidden_path(path, f".tmp-{secrets.token_hex(8)}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 def _remove_abandoned(target: Path) -> None:
-    """Remove unfinished saves of killed runs at this path. A save in progress has changed more recently."""
+    """Remove unfinished saves of killed processes at this path. A save in progress has changed more recently."""
     for path in target.parent.glob(glob.escape(f".{target.name}.tmp-") + "*"):
         with contextlib.suppress(OSError):
-            newest = max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+            newest = max(entry.stat().st_mtime for entry in (path, *(path.iterdir() if path.is_dir() else ())))
             if time.time() - newest > _ABANDONED_AFTER_SECONDS:
                 _remove(path)
 

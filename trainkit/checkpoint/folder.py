@@ -11,13 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.checkpoint.ckpt_file import checkpoint_of
+from trainkit.checkpoint.ckpt_file import checkpoint_of, is_ours
 from trainkit.checkpoint.commit import OF_HOOKS, sync_folder
 from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, is_checkpoint, make_hidden_path
 from trainkit.checkpoint.reader import inspect_checkpoint
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.checkpoint.urls import RemoteCheckpoint, remote_sync
+from trainkit.console import notice
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 from trainkit.paths import local_path
 
@@ -275,7 +276,7 @@ def read_pointer(folder: Path) -> str | None:
 def resolve_pointer(path: Path) -> Path:
     """The checkpoint that a path means: `last` is the one that the pointer names.
 
-    `x.ckpt` is `x` if only `x` exists, or if the file was made of it.
+    `x.ckpt` is `x` if only `x` exists, or if the file was made of it. A notice names a newer `x`.
 
     Raises:
         CorruptCheckpointError: The file `last` does not contain a plain name.
@@ -286,7 +287,13 @@ def resolve_pointer(path: Path) -> Path:
         return path.parent / (read_pointer(path.parent) or POINTER)
     if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
         return resolve_pointer(path.with_suffix(""))  # the name that Lightning would have given it
-    return checkpoint_of(path) or path
+    found, newer = checkpoint_of(path), path.with_suffix("")
+    if found is None and newer != path and is_checkpoint(newer) and is_ours(path):
+        notice(
+            f"{path} was not made of the checkpoint {newer} next to it, which is newer or another one: what is in the file is "
+            f"used. For the checkpoint, pass {str(newer)!r}"
+        )
+    return found or path
 
 
 def _is_plain(name: str) -> bool:
@@ -327,10 +334,10 @@ def _discard(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# The names of what commit(), remove(), check_writable() and write_pointer() leave behind when they are killed.
+# The names of what commit(), remove(), check_writable(), write_pointer() and replacing() leave behind when they are killed.
 _PARTIAL = re.compile(r"\..+\.tmp-[A-Za-z0-9_-]{1,64}", re.DOTALL)
 _REMOVED = re.compile(r"\..+\.del-[0-9a-f]{16}", re.DOTALL)
-_OUR_FILE = re.compile(r"\.(probe|last)\.tmp-[0-9a-f]{16}|\..+\.ckpt\.tmp", re.DOTALL)
+_OUR_FILE = re.compile(r"\.(probe|last|.+\.ckpt)\.tmp-[0-9a-f]{16}", re.DOTALL)
 
 
 def remove(path: Path) -> None:

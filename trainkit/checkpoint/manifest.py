@@ -470,7 +470,8 @@ def why_not_a_checkpoint(path: Path) -> str:
         return f"{path} is a file in a checkpoint; expected the folder. Fix: {str(path.parent)!r}."
     else:
         reason = "this is a file; a checkpoint is a folder"
-    checkpoints, files = _checkpoints_in(path.parent), weight_files(_names_in(path.parent))
+    checkpoints = _checkpoints_in(path.parent)
+    files = weight_files(name for name in _names_in(path.parent) if (path.parent / name).is_file())
     return f"{path}: expected a checkpoint, but {reason}. {describe_siblings(path, str(path.parent), checkpoints, files)}"
 
 

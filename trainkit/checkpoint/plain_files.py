@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint.checksum import CHECKSUMS
-from trainkit.checkpoint.commit import sync_folder
+from trainkit.checkpoint.commit import replacing, sync_folder
 from trainkit.checkpoint.ranks import GatherOrder
 from trainkit.checkpoint.regular_file import read_file
 from trainkit.checkpoint.tensor_file import (
@@ -144,14 +144,8 @@ def replace_file(path: Path, head: Iterable[bytes], pieces: Iterable[memoryview]
     Raises:
         OSError: It cannot be written; `path` is unchanged.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.unlink(missing_ok=True)  # left behind by a killed process
+    with replacing(path) as temporary:
         _, digest = write_file(temporary, (part for group in (head, pieces) for part in group), checksum)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
     return digest
 
 

@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainkit.checkpoint import plain_files
-from trainkit.checkpoint.commit import sync_folder
+from trainkit.checkpoint.commit import replacing, sync_folder
 from trainkit.checkpoint.tensor_file import memory_key, sync_file
 from trainkit.console import join_names, warn, with_article
 from trainkit.distributed.requested_devices import find_device
@@ -55,10 +55,9 @@ def write_torch_file(path: Path, value: Any, *, note: str = "") -> None:
         CheckpointWriteError: The file cannot be written; an existing file is unchanged.
     """
     stored = plain(value, "object")
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replacing(path) as temporary:
             with open(temporary, "wb") as file:
                 # The only call: what is stored is plain, so that reading it needs no code.
                 torch.save(stored, file)  # noqa: TID251
@@ -66,14 +65,11 @@ def write_torch_file(path: Path, value: Any, *, note: str = "") -> None:
                 with zipfile.ZipFile(temporary, "a") as archive:
                     archive.comment = note.encode("ascii")
             sync_file(temporary)
-            os.replace(temporary, path)
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
         sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         reason = f"the disk may be full ({error})" if isinstance(error, RuntimeError) else error
-        raise CheckpointWriteError(f"{path} could not be written: {reason}. Fix: choose another path.") from error
+        room = "free disk space, or " if isinstance(error, RuntimeError) or error.errno == errno.ENOSPC else ""
+        raise CheckpointWriteError(f"{path} could not be written: {reason}. Fix: {room}choose another path.") from error
 
 
 def note_in(path: Path) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from trainkit.checkpoint.ckpt_file import is_ours
 from trainkit.checkpoint.folder import ListedCheckpoint, candidates, resolve_pointer
 from trainkit.checkpoint.manifest import Manifest
 from trainkit.checkpoint.ranks import run_on_all_ranks
@@ -185,7 +186,7 @@ def _path_of(run: Run, ckpt_path: str | os.PathLike[str], folders: SearchFolders
     path = local_path(ckpt_path, "ckpt_path")
     remote_sync.fetch(path)
     path = resolve_pointer(path)
-    if not path.exists() and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
+    if not os.path.lexists(path) and path.name == str(ckpt_path) and (hint := nearest(path.name, WORDS)):
         raise CheckpointNotFoundError(
             f"there is no checkpoint {str(ckpt_path)!r}. ckpt_path is a path or one of {', '.join(map(repr, WORDS))}.{hint}"
         )
@@ -198,9 +199,11 @@ def _read(strategy: Strategy, path: Path, whole: bool, converted_from: Path | No
 
     def stems(manifest: Manifest) -> set[str] | None:
         if whole and not _resumable(manifest):
+            alone = converted_from is not None and is_ours(converted_from)
+            folder = " To resume, put the folder of the checkpoint that it was made of next to it." if alone else ""
             raise CheckpointError(
                 f"{name} is a weights-only checkpoint, which cannot be resumed. Start a new run with the weights: "
-                "fit(..., ckpt_path=..., restore={'model'})"
+                f"fit(..., ckpt_path=..., restore={{'model'}}).{folder}"
             )
         if manifest.by_hook:
             raise StateMismatchError(weights_by_hook(str(path), manifest.by_hook[0]))

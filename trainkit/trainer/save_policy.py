@@ -538,6 +538,8 @@ def _write_file(written: CommitResult, file: Path, keep: bool) -> None:
         file = file.with_name(f"{file.stem}{NONFINITE}{file.suffix}")
     try:
         omitted = write_ckpt(open_checkpoint(written.path), file)
+    except CheckpointWriteError as error:
+        raise CheckpointWriteError(f"{error} {written.path} is complete." if keep else str(error)) from error
     finally:
         if not keep:
             remove(written.path)

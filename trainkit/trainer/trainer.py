@@ -348,7 +348,8 @@ class Trainer:
         Args:
             filepath: The folder that becomes the checkpoint. An empty file that exists there, such as a temporary one, becomes
                 a file with the weights as `ModelCheckpoint(also="ckpt")` writes it, from which no run can resume. Where
-                `import lightning` gives trainkit's names, `x.ckpt` becomes such a file, and the folder `x` the checkpoint.
+                `import lightning` gives trainkit's names, `x.ckpt`, `.pt`, `.pth`, `.bin` or `.tar` becomes such a file, and
+                the folder `x` the checkpoint; `x.pt.folder` if `x` is something else, or the checkpoint of another file.
             weights_only: Save the model only, without optimizers, schedulers, counters and callbacks. It cannot be resumed.
                 Always so, with a notice, if this Trainer has evaluated the module and not trained it.
             blocking: Return when the checkpoint is complete on disk. `False`: return when the state is copied; a thread
