@@ -229,6 +229,52 @@ def test_a_failure_that_all_catch(run_dir: Path) -> None:
     assert run_world(2, caught) == [["CheckpointError"]] * 2
 
 
+def caught_in_a_loop(body: str, who: str) -> Any:
+    """A loop that catches the errors of a whole iteration, of which some cannot save. Returns where it has caught which."""
+    loop, raised = Loop(samples=48), []
+    accelerator = loop.accelerator
+    fill("full")
+    fails = {2, 3, 6}
+
+    def hook(models: Any, weights: Any, folder: str) -> None:
+        raise OSError(f"no space in {folder}")
+
+    if who == "hook":
+        accelerator.register_save_state_pre_hook(hook)
+        fails.discard(3)
+    for number, (inputs, targets) in enumerate(loop.loader):
+        try:
+            if body == "train":
+                with accelerator.accumulate(loop.model):
+                    accelerator.backward(nn.functional.mse_loss(loop.model(inputs), targets))
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad()
+            if number in fails:
+                loop.save("main" if who == "main" else "all", "hooked" if who == "hook" else "full")
+            elif number in (5, 8) and who != "hook":
+                loop.save("main", f"good_{number}")
+            accelerator.wait_for_everyone()
+            if body == "gather":
+                assert accelerator.gather(torch.tensor([accelerator.process_index])).tolist() == [0, 1]
+        except CheckpointError as error:
+            raised.append((number, type(error).__name__))
+    accelerator.wait_for_everyone()
+    return raised, number, loop.weights(), sorted(fails)
+
+
+@pytest.mark.parametrize("who", ["main", "all", "hook"])
+@pytest.mark.parametrize("body", ["wait", "gather", "train"])
+def test_each_process_raises_a_failure_once_and_a_loop_that_catches_it_continues(body: str, who: str, run_dir: Path) -> None:
+    """The main process raises where it saves, and the others where they wait for it: no iteration of theirs is lost."""
+    first, second = run_world(2, caught_in_a_loop, body, who)
+    assert first == second
+    error = "CheckpointWriteError" if who == "hook" else "CheckpointError"
+    assert first[0] == [(number, error) for number in first[3]]
+    assert first[1] == 11
+    if who != "hook":
+        assert open_checkpoint("good_8").manifest.step == (4 if body == "train" else 0)
+
+
 def numbered() -> Any:
     """The main process saves alone, then all do; a save in a thread is complete when `load_state` reads it."""
     set_seed(3)

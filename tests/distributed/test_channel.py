@@ -168,13 +168,13 @@ def test_an_interrupted_exchange_is_repeated(complete: bool, monkeypatch: pytest
 
 def test_ask_returns_what_each_rank_is_doing() -> None:
     """A thread of the channel answers, so the main thread of a rank may be busy. A rank that has exited gives `None`."""
-    nothing = {"begun": 0, "where": None, "checks": 0}
+    nothing = {"begun": 0, "where": None, "checks": 0, "failed": []}
     with star(3) as channels:
         channels[1].collectives.checks = 4
         with channels[2].collectives:
             channels[2].collectives.location = ("step", "train.py:3")
             found = all_at_once(2, lambda rank: channels[rank].ask())
-        assert found == [[nothing, {**nothing, "checks": 4}, {"begun": 1, "where": ["step", "train.py:3"], "checks": 0}]] * 2
+        assert found == [[nothing, {**nothing, "checks": 4}, {**nothing, "begun": 1, "where": ["step", "train.py:3"]}]] * 2
         channels[2].announce_end()
         eventually(channels[1], lambda: 2 in channels[1].exited)
         assert channels[1].ask() == [nothing, {**nothing, "checks": 4}, None]

@@ -50,7 +50,7 @@ def test_a_frame_outside_of_the_package() -> None:
 def test_what_is_counted() -> None:
     """Each collective is counted once, also inside another collective and if it raises an error."""
     tracker = CollectiveTracker()
-    assert tracker.record() == {"begun": 0, "where": None, "checks": 0}
+    assert tracker.record() == {"begun": 0, "where": None, "checks": 0, "failed": []}
     with tracker, tracker:
         assert (tracker.begun, tracker.depth) == (2, 2)
     with contextlib.suppress(ValueError), tracker:

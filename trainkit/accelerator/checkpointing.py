@@ -168,9 +168,10 @@ class Checkpointing:
         self._join_group(world)
         if world is _ALONE:
             self._note_values(loop)
+            self._checks.alone.updates = loop.updates
         if world is _ALONE and not self._world.is_main:
             if self.hooks.saves:
-                self.hooks.save_aside(self._prepared.models, self._weights_for_hooks())
+                self._run_hooks_aside()
             return folder if folder is not None and not numbered else self._numbered.count()
         target = None if numbered else folder
         with failing_alone(self._checks, world is _ALONE):
@@ -252,6 +253,14 @@ class Checkpointing:
         except BaseException:
             if saved.files is not None:
                 saved.files.remove()
+            raise
+
+    def _run_hooks_aside(self) -> None:
+        """Run the hooks of `save_state` on a process that does not write."""
+        try:
+            self.hooks.save_aside(self._prepared.models, self._weights_for_hooks())
+        except Exception:
+            self._checks.alone.note_own()
             raise
 
     def _weights_for_hooks(self) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.distributed.failure import error_of_rank
-from trainkit.distributed.world import ThreadExchange, World, find_call
+from trainkit.distributed.world import CollectiveTracker, ThreadExchange, World, find_call
 from trainkit.errors import CheckpointWriteError, CollectiveError, ProcessFailedError
 
 __all__ = ["CollectiveChecks", "Values", "describe"]
@@ -27,6 +27,7 @@ __all__ = ["CollectiveChecks", "Values", "describe"]
 _SUBJECT = "verbs"
 _CLEARED = 60.0  # seconds that the other ranks have to leave a run that has failed
 _ALONE = "inside 'if accelerator.is_main_process:' or a similar condition"
+_WAIT = "wait_for_everyone"  # the one verb that exchanges nothing
 _TRAINERS = ("trainer.", "all_gather", "strategy.")  # prefixes of the verbs that are called in a run of a Trainer
 _ENDING = "the end of the epoch that on_train_batch_start asked for by returning -1"
 _FORWARD = "the forward of a model whose parameters are sharded"
@@ -58,7 +59,7 @@ class CollectiveChecks:
         self._mine = ("", "")
         self._ahead: dict[int, int] = {}  # rank → collectives begun, if more than by this one at the last check
         self.debug = False
-        self.alone = FailuresOfMain()
+        self.alone = FailuresOfMain(world.collectives)
 
     @classmethod
     def of(cls, world: World) -> CollectiveChecks:
@@ -104,8 +105,16 @@ class CollectiveChecks:
         self._check_same(calls)
         return [its for *_, its in calls]
 
-    def _exchange_calls(self, verb: str, value: Any, place: str | None = None) -> list[Any]:
+    def _exchange_calls(self, verb: str, value: Any, place: str | None = None, again: bool = False) -> list[Any]:
         """The verb, its place, the number of collectives and the value of each process.
+
+        Args:
+            verb: The verb.
+            value: The value of this process.
+            place: The place of its call; `None`: as the stack frames show it.
+            again: On the main process: it has met the others here already, where they have raised its failure. It waits for
+                them once more, since they come here too if the script has caught the failure around both places. If they
+                come to another verb instead, nothing is left to wait for.
 
         Raises:
             TrainkitError: What the main process has written without the others has failed since the last verb.
@@ -116,23 +125,29 @@ class CollectiveChecks:
         self._ahead = {}
         self._wait_for_failed_run()
         check = None if self._world.channel is None else self._check_others
-        failure = self.alone.next()  # of the main process; the others have none
+        failures = self.alone.all()  # of the main process; the others have none
         values, self.alone.values = self.alone.values, None
         noted = None if values is None else [values.updates, values.checksum]
+        waits_again = again and verb == _WAIT
+        mine = [*self._mine, self._collectives.begun, value, failures, noted, waits_again, self.alone.known]
+        if waits_again:
+            check = self._look_for_others if check else None
         try:
-            calls = self._thread_exchange.exchange([*self._mine, self._collectives.begun, value, failure, noted], check)
+            calls = self._thread_exchange.exchange(mine, check)
+        except _OthersAreElsewhereError:
+            return [mine[:4]]
         except ProcessFailedError as error:
             self._refuse(error)
         finally:
             self._collectives.checks = self._thread_exchange.completed
-        if values is not None and differ([call[-1] for call in calls]):
+        if values is not None and differ([call[5] for call in calls]):
             values.compare(self._thread_exchange)
-        if calls[0][-2] is not None:
-            self.alone.raise_everywhere(*calls[0][-2])
-            if any(call[:2] != calls[0][:2] for call in calls):
-                # The main process has raised it where it has called alone, and has come here; the others are on their way.
-                return self._exchange_calls(verb, value, place)
-        return [call[:-2] for call in calls]
+        if calls[0][6] and any(call[:2] != calls[0][:2] for call in calls):
+            return [mine[:4]] if self._world.is_main else self._exchange_calls(verb, value, place)
+        if self.alone.raise_news(calls[0][4], [call[7] for call in calls[1:]]):
+            # The main process has raised it before, where it has written, and has come here.
+            return self._exchange_calls(verb, value, place, again=True)
+        return [call[:4] for call in calls]
 
     def compare(self, verb: str, what: str | None = None) -> None:
         """In debug mode, check that all processes call a collective in the same place with the same tensors.
@@ -192,12 +207,15 @@ class CollectiveChecks:
         channel, collectives = self._world.channel, self._collectives
         assert channel is not None
         before, self._ahead = self._ahead, {}
-        for other, its in enumerate(channel.ask() or ()):
+        records = channel.ask() or [None]
+        for other, its in enumerate(records):
             if its is None or its["checks"] != collectives.checks or its["begun"] <= collectives.begun:
                 continue
             self._ahead[other] = its["begun"]
             if its["where"] is None and before.get(other) != its["begun"]:
                 continue
+            if records[0] is not None and not self._world.is_main:
+                self.alone.raise_unknown(records[0]["failed"])
             rank, (mine, where) = self._world.rank, self._mine
             passed = f"rank {other} has continued without it"
             if its["where"] is not None:
@@ -206,6 +224,13 @@ class CollectiveChecks:
             raise CollectiveError(
                 f"rank {rank} waits for all processes in {mine} ({where}), but {passed}. {_advice(mine, both=True)}"
             )
+
+    def _look_for_others(self) -> None:
+        """Check that no other process waits for this one, which they have met already."""
+        try:
+            self._check_others()
+        except CollectiveError:
+            raise _OthersAreElsewhereError from None
 
     def _wait_for_failed_run(self) -> None:
         """After a run that has failed on all ranks, and whose error the scripts have caught: wait until all have left it."""
@@ -261,6 +286,10 @@ class CollectiveChecks:
             )
 
 
+class _OthersAreElsewhereError(Exception):
+    """The other processes do not come to a verb again in which they have raised a failure."""
+
+
 class Values(NamedTuple):
     """What a process has when the main process saves without the others.
 
@@ -281,44 +310,117 @@ def differ(noted: Sequence[list[int] | None]) -> bool:
     return len(known) == len(noted) and len({updates for updates, _ in known}) == 1 < len({value for _, value in known})
 
 
+class Failure(NamedTuple):
+    """A failure of what the main process has written without the others.
+
+    Attributes:
+        error: What it was.
+        raised: The main process has raised the error.
+        told: What the others are told, as JSON: the number of the failure, the number of optimizer steps before it, and the
+            class and the text of the error.
+    """
+
+    error: Exception
+    raised: bool
+    told: list[Any]
+
+
 class FailuresOfMain:
     """Failures of what the main process writes without the others. It passes each to them with its next verb.
 
+    Each process raises each failure once: the main process where it writes, and the others in their next verb. If a script
+    catches it on all processes, the main process comes to a later call than the one in which the others raise it, and waits
+    there for them. If that is a collective, they see in its record why it has continued without them.
+
+    Args:
+        collectives: The record of this process.
+
     Attributes:
+        updates: Number of optimizer steps at the last save.
         writers: What writes in other threads. Their `note_failures` is called before each verb, and calls `note`.
         values: What this process had at the last save since the last verb. If all have called it, the next verb compares.
+        known: On other processes, what `is_news` needs: the number of the last failure that it was told of, and `updates` of
+            the saves that have failed on this process too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, collectives: CollectiveTracker) -> None:
+        self.updates = 0
         self.values: Values | None = None
         self.writers: WeakSet[Any] = WeakSet()
-        self._noted: deque[tuple[Exception, bool]] = deque()
+        self.known: tuple[int, list[int]] = (0, [])
+        self._collectives = collectives
+        self._failures = 0
+        self._noted: deque[Failure] = deque()
 
     def note(self, error: Exception, raised: bool = False) -> None:
         """Note a failure, on the main process; `raised`: it has raised the error, and the others have not."""
-        self._noted.append((error, raised))
+        self._failures += 1
+        told = [self._failures, self.updates, type(error).__name__, str(error) or type(error).__name__]
+        self._noted.append(Failure(error, raised, told))
+        self._record()
 
-    def next(self) -> list[str] | None:
-        """The first failure that the others do not know; JSON."""
+    def note_own(self) -> None:
+        """On another process, note that the save has failed here too, and that this has been raised."""
+        self.known[1].append(self.updates)
+
+    def all(self) -> list[list[Any]]:
+        """What the others are told of the failures that they may not know; JSON."""
         for writer in list(self.writers):
             writer.note_failures()
-        error = self._noted[0][0] if self._noted else None
-        return None if error is None else [type(error).__name__, str(error) or type(error).__name__]
+        return [failure.told for failure in self._noted]
 
     def raise_here(self) -> None:
         """Raise the first failure that this process has not raised."""
-        for place, (error, raised) in enumerate(self._noted):
-            if not raised:
-                self._noted[place] = error, True
-                raise error
+        for place, failure in enumerate(self._noted):
+            if not failure.raised:
+                self._noted[place] = failure._replace(raised=True)
+                self._record()
+                raise failure.error
 
-    def raise_everywhere(self, name: str, text: str) -> None:
-        """All processes have received what `next` has returned: raise it, where that has not been done."""
+    def raise_news(self, failures: Sequence[list[Any]], known: Sequence[Any]) -> bool:
+        """All processes have received the failures of the main process: raise the first that not all of the others know.
+
+        Args:
+            failures: What `all` has returned there.
+            known: `known` of the other processes.
+
+        Returns:
+            Whether another process raises one, and this one has done that before.
+        """
+        if not failures:
+            return False
+        news = next((told for told in failures if any(is_news(told, one) for one in known)), None)
+        last, *_ = failures[-1] if news is None else news
         if not self._noted:
-            raise error_of_rank("rank 0", name, text, CheckpointWriteError)
-        error, raised = self._noted.popleft()
-        if not raised:
-            raise error
+            self.raise_unknown(failures if news is None else [news])
+        while self._noted and self._noted[0].told[0] <= last:
+            failure = self._noted.popleft()
+            self._record()
+            if not failure.raised:
+                raise failure.error
+        return news is not None
+
+    def raise_unknown(self, failures: Sequence[list[Any]]) -> None:
+        """On another process, raise the first failure of the main process that it has not raised."""
+        for told in failures:
+            number, updates, name, text = told
+            last, own = self.known
+            if number <= last:
+                continue
+            news = is_news(told, self.known)
+            self.known = number, own if news else [other for other in own if other != updates]
+            if news:
+                raise error_of_rank("rank 0", name, text, CheckpointWriteError)
+
+    def _record(self) -> None:
+        """Let processes that wait find the failures that this one has raised."""
+        self._collectives.failed = [failure.told for failure in self._noted if failure.raised]
+
+
+def is_news(told: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether a process raises a failure that it is told of, given its `FailuresOfMain.known`."""
+    (number, updates, *_), (last, own) = told, known
+    return number > last and updates not in own
 
 
 def _advice(verb: str, *, both: bool = False) -> str:

@@ -516,13 +516,15 @@ class CollectiveTracker:
         depth: the number of collectives that this process is in; one may be part of another.
         checks: the number of completed comparisons of verbs; see `trainkit/distributed/collective_checks.py`.
         location: the verb and the place of its call, if the stack frames do not show them.
+        failed: what `trainkit.distributed.collective_checks.FailuresOfMain` shows to ranks that wait; JSON.
     """
 
-    __slots__ = ("_forward", "begun", "checks", "depth", "location", "thread")
+    __slots__ = ("_forward", "begun", "checks", "depth", "failed", "location", "thread")
 
     def __init__(self) -> None:
         self.begun = self.depth = self.checks = 0
         self.location: tuple[str, str] | None = None
+        self.failed: list[Any] = []
         self.thread = threading.get_ident()
         self._forward: tuple[object, int, FrameType] | None = None
 
@@ -580,7 +582,7 @@ class CollectiveTracker:
         waiting = self.depth and (forward is None or _runs(*forward[1:]))
         where = list(self.location or find_call(sys._current_frames().get(self.thread))) if waiting else None
         # `checks` is read last: a collective in `begun` cannot have begun after a later check
-        return {"begun": begun, "where": where, "checks": self.checks}
+        return {"begun": begun, "where": where, "checks": self.checks, "failed": self.failed}
 
 
 def find_call(frame: FrameType | None) -> tuple[str, str]:
