@@ -140,6 +140,9 @@ ADAPTERS: dict[str, str] = {
     f"{package}.{path}": function
     for package in ("lightning.pytorch", "pytorch_lightning")
     for path, function in _LIGHTNING.items()
+} | {
+    f"{package}.loggers.logger.Logger": "trainkit.compat.lightning_objects:adapt_logger"
+    for package in ("lightning.fabric", "lightning_fabric")
 }
 """Path of a class of another framework → path of a function, which gets an object of that class, and the class."""
 

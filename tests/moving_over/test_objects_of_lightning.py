@@ -52,6 +52,19 @@ def test_loggers_get_the_same(found: Any) -> None:
     assert ours["events"] > 0
 
 
+def test_loggers_in_a_loop_of_ones_own(found: Any) -> None:
+    """`Accelerator(log_with=)` and `Fabric(loggers=)` take loggers of Lightning's Trainer and of its Fabric."""
+    (calls, shown, *files), (of_fabric, is_theirs, rows) = found["own loop"]
+    assert calls == [{"lr": 0.1}, ["loss", "text"], ["loss", "text"], "success"]
+    assert shown == "ExperimentWriter"
+    assert [[(row["loss"], row["step"], row["text"]) for row in each] for each in files] == [
+        [("0.5", "0", "a"), ("0.5", "1", "a")]
+    ] * 2
+    assert of_fabric == [["loss"], ["loss"]]
+    assert is_theirs
+    assert [(row["loss"], row["step"]) for row in rows] == [("0.5", "0"), ("0.5", "1")]
+
+
 def test_each_callback_of_lightnings_own_is_refused_with_ours(found: Any) -> None:
     for name, message in found["refused"].items():
         start = f"HookError: {name}: this is lightning.pytorch's class, not trainkit's."

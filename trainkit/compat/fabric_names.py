@@ -39,6 +39,7 @@ from trainkit.loggers.logger_setup import attach, make_logger
 from trainkit.loggers.trackers import LoggerTracker, tracker_of
 from trainkit.paths import local_path
 from trainkit.precision import Precision
+from trainkit.registry import adapt
 from trainkit.rng import resolve_seed, seed_everything, seed_was_given
 from trainkit.strategy import Strategy
 
@@ -459,6 +460,7 @@ def _as_list(value: Any) -> list[Any]:
 def _logger(logger: Any) -> Logger:
     if isinstance(logger, str):
         return make_logger(logger)
+    logger = adapt(logger)
     if not isinstance(logger, Logger):
         raise ConfigurationError(
             f"Fabric(loggers=) needs a logger of trainkit.loggers or its name, not {logger!r}. For example: loggers='csv'"

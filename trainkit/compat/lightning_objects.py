@@ -31,7 +31,7 @@ __all__ = [
     "refuse_other",
 ]
 
-_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning", "lightning.fabric", "lightning_fabric")
 
 
 def _package_of(kind: type) -> str | None:
@@ -195,6 +195,7 @@ class _AdaptedLogger(_Adapter, Logger):
     """
 
     _in_run_folder = False
+    _takes_all_values = True
     _on_main: tuple[Any, Any] = (None, None)
     """The version and the folder, as the main process has told this one."""
 
@@ -204,7 +205,7 @@ class _AdaptedLogger(_Adapter, Logger):
         for name in ("log_image", "log_text", "log_histogram"):
             if hasattr(logger, name):
                 own[name] = getattr(logger, name)
-        if is_overridden(logger, "after_save_checkpoint", base):
+        if hasattr(base, "after_save_checkpoint") and is_overridden(logger, "after_save_checkpoint", base):
             own["after_save_checkpoint"] = logger.after_save_checkpoint
 
     @property
@@ -221,8 +222,8 @@ class _AdaptedLogger(_Adapter, Logger):
 
     @property
     def save_dir(self) -> str:
-        """The folder of all experiments; `None` if the logger has none."""
-        folder: str = self._adapted.save_dir
+        """The folder of all experiments; `None` if the logger has none, as Fabric's loggers do not."""
+        folder: str = getattr(self._adapted, "save_dir", None)
         return folder
 
     @property
@@ -255,7 +256,8 @@ class _AdaptedLogger(_Adapter, Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Pass the metrics of one step to the logger, and let it save."""
         if self.is_main_process:
-            with self._surviving(f"write the metrics of step {step}"):
+            self._last_step = self._last_step + 1 if step is None else step
+            with self._surviving(f"write the metrics of step {self._last_step}"):
                 self._adapted.log_metrics(metrics=dict(metrics), step=step)
                 self._adapted.save()
                 self._failing = False
@@ -264,7 +266,10 @@ class _AdaptedLogger(_Adapter, Logger):
         """Pass hyper-parameters to the logger, and let it save."""
         if self.is_main_process and params is not None:
             with self._surviving("write the hyper-parameters"):
-                self._adapted.log_hyperparams(params, *args, **kwargs)
+                try:
+                    self._adapted.log_hyperparams(params, *args, **kwargs)
+                except NotImplementedError as error:
+                    notice(f"{type(self._adapted).__name__} does not store hyper-parameters: {error}")
                 self._adapted.save()
 
     def _log_module(self, module: Any) -> None:

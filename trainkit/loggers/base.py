@@ -103,6 +103,7 @@ class Logger(KnownKeywords):
     _found: tuple[Mapping[str, Any], Path | None] | None = None  # a state and its folder, if it was searched already
     _had_log: bool = False  # the folder contained a log already when the Trainer got this logger
     _in_run_folder: bool = True  # False: the backend has its own layout in save_dir
+    _takes_all_values: bool = False  # Whether log_metrics accepts values that are not numbers, and a metric named "step".
 
     def __init__(
         self,

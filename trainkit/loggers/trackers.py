@@ -22,9 +22,11 @@ from trainkit.loggers.base import Logger, NullExperiment, is_installed, is_main_
 from trainkit.loggers.logged_values import as_step, number, plain
 from trainkit.loggers.logger_setup import LOGGERS, NotLoggedInError, attach, check_logger, make_logger
 from trainkit.names import advice, advice_by_place
+from trainkit.registry import adapt
 from trainkit.strategy import Strategy
 
 __all__ = [
+    "AdaptedLoggerTracker",
     "ByTracker",
     "GeneralTracker",
     "LoggerTracker",
@@ -109,6 +111,8 @@ class GeneralTracker:
 def tracker_of(logger: Logger) -> LoggerTracker:
     """Wrap a logger; the tracker has its name in `log_with`, or that of its class if it has none."""
     class_name = type(logger).__name__
+    if logger._takes_all_values:
+        return AdaptedLoggerTracker(logger, class_name)
     name = next((name for name, kind in LOGGERS.items() if kind.path.endswith(f":{class_name}")), class_name)
     return {"wandb": WandBTracker, "mlflow": MLflowTracker}.get(name, LoggerTracker)(logger, name)
 
@@ -203,6 +207,22 @@ class LoggerTracker(GeneralTracker):
             if (name, value) != ("commit", True):  # each call commits
                 fix = advice("log_kwargs", name) or f"call the method of accelerator.get_tracker({self.name!r}, unwrap=True)"
                 raise UnsupportedArgumentError(f"log: {self.name} has no argument {name}, got {name}={value!r}. Fix: {fix}")
+
+
+class AdaptedLoggerTracker(LoggerTracker):
+    """A logger of another framework as a tracker: it gets the values as they are."""
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log the values of a step, tensors of one element as numbers."""
+        self._refuse(kwargs)
+        self.logger.log_metrics(_numeric("", values), step)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Raise a `ConfigurationError`: each of these loggers has arguments of its own."""
+        raise ConfigurationError(
+            f"log_images: {self.name} is a logger of another framework. Fix: call the method of "
+            f"accelerator.get_tracker({self.name!r}).logger"
+        )
 
 
 class WandBTracker(LoggerTracker):
@@ -437,6 +457,7 @@ def check_trackers(log_with: Any, logging_dir: Any) -> list[Any]:
     """Check `log_with`: a name, an object, or a list of these. Returns a list of names, `"all"` included, and trackers."""
     checked: list[Any] = []
     for item in map(_text, log_with if isinstance(log_with, list | tuple | set) else [log_with]):
+        item = adapt(item)
         item = tracker_of(item) if isinstance(item, Logger) else item
         if _writes_files(item) and logging_dir is None:
             name = _name(item)

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
 from lightning.pytorch import callbacks as theirs
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger, rank_zero_experiment
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainkit
 from trainkit.errors import TrainkitError
+from trainkit.fabric import Fabric
 from trainkit.registry import adapt
 
 HOOKS = [name for name, member in vars(theirs.Callback).items() if name[0] != "_" and callable(member)]
@@ -136,6 +138,33 @@ def message(make: Any) -> str:
     return "no error"
 
 
+def rows_of(folder: str) -> list[dict[str, str]]:
+    """The rows of the only metrics.csv in a folder."""
+    (path,) = Path(folder).rglob("metrics.csv")
+    return list(csv.DictReader(path.open(encoding="utf-8")))
+
+
+def in_an_own_loop(tracker: Any) -> Any:
+    """What loggers of Lightning's Trainer and of its Fabric get from an Accelerator."""
+    accelerator = trainkit.Accelerator(cpu=True, log_with=[tracker, CSVLogger("loop"), FabricCSVLogger("loop_fabric")])
+    accelerator.init_trackers("mine", {"lr": 0.1})
+    for step in range(2):
+        accelerator.log({"loss": torch.tensor(0.5), "text": "a"}, step=step)
+    shown = type(accelerator.get_tracker("CSVLogger", unwrap=True)).__name__
+    accelerator.end_training()
+    return tracker.calls, shown, rows_of("loop"), rows_of("loop_fabric")
+
+
+def in_fabric(tracker: Any) -> Any:
+    """The same from a Fabric."""
+    fabric = Fabric(accelerator="cpu", loggers=[tracker, FabricCSVLogger("fabric")])
+    fabric.launch()
+    for step in range(2):
+        fabric.log_dict({"loss": torch.tensor(0.5)}, step)
+    fabric.loggers[1].finalize("success")
+    return tracker.calls, isinstance(fabric.loggers[1], FabricCSVLogger), rows_of("fabric")
+
+
 def main() -> None:
     """Print the findings."""
     warnings.simplefilter("ignore")
@@ -159,6 +188,7 @@ def main() -> None:
     trainer = trainkit.Trainer(logger=False, **OPTIONS)
     found["module"] = message(lambda: trainer.fit(module_of(pl.LightningModule)))
     found["data"] = message(lambda: trainer.fit(module_of(trainkit.LightningModule), datamodule=pl.LightningDataModule()))
+    found["own loop"] = [in_an_own_loop(Tracker()), in_fabric(Tracker())]
     print(json.dumps(found))
 
 
