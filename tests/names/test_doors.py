@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from helpers.support import run_python
+
+import trainkit
 
 HERE = """
 import trainkit.compat.lightning, trainkit.compat.accelerate
@@ -100,15 +103,33 @@ import json
 print(json.dumps([message(text) for text in texts]))
 """
 
+INSTEAD = " (trainkit takes the place of lightning in this process: see docs/moving-over/lightning.md)"
+
 WRONG = {
     "import lightning.app": "ModuleNotFoundError: No module named 'lightning.app': trainkit takes the place of lightning",
     "import accelerate.nothing": "ModuleNotFoundError: No module named 'accelerate.nothing': trainkit takes the place of",
-    "from lightning import LightningModul": "ImportError: module 'trainkit' has no attribute 'LightningModul'. Did you mean",
-    "L.LightningModul": "AttributeError: module 'trainkit' has no attribute 'LightningModul'. Did you mean",
-    "from lightning.pytorch.plugins import DoublePrecision": "ImportError: trainkit.plugins has no DoublePrecision. Use: ",
-    "from accelerate.utils import RNGType": "ImportError: trainkit.utils has no RNGType. Use: ",
-    "from accelerate.utils import nothing": "ImportError: accelerate.utils has no nothing: trainkit takes its place. Use: ",
-    "accelerate.nothing": "AttributeError: accelerate has no nothing: trainkit takes its place. Use: ",
+    "from lightning import LightningModul": "ImportError: cannot import name 'LightningModul' from 'lightning'. Did you mean",
+    "L.LightningModul": "AttributeError: module 'lightning' has no attribute 'LightningModul'. Did you mean",
+    "from lightning import nothing": f"ImportError: cannot import name 'nothing' from 'lightning'.{INSTEAD}",
+    "from lightning import GradClipAlgorithmType": "ImportError: lightning has no GradClipAlgorithmType. Use: ",
+    "from pytorch_lightning import Trainr": "ImportError: cannot import name 'Trainr' from 'pytorch_lightning'. Did you mean",
+    "L.pytorch.nothing": f"AttributeError: module 'lightning.pytorch' has no attribute 'nothing'.{INSTEAD}",
+    "from lightning.pytorch.loggers import CSVLoggr": "ImportError: cannot import name 'CSVLoggr' from",
+    "L.pytorch.loggers.nothing": f"AttributeError: module 'lightning.pytorch.loggers' has no attribute 'nothing'.{INSTEAD}",
+    "from lightning.pytorch.utilities.types import nothing": (
+        f"ImportError: cannot import name 'nothing' from 'lightning.pytorch.utilities.types'.{INSTEAD}"
+    ),
+    "from lightning.fabric.utilities import nothing": (
+        f"ImportError: cannot import name 'nothing' from 'lightning.fabric.utilities'.{INSTEAD}"
+    ),
+    "from lightning.pytorch.plugins import DoublePrecision": (
+        "ImportError: lightning.pytorch.plugins has no DoublePrecision. Use: "
+    ),
+    "from accelerate.utils import RNGType": "ImportError: accelerate.utils has no RNGType. Use: ",
+    "from accelerate.utils import nothing": "ImportError: cannot import name 'nothing' from 'accelerate.utils'. (trainkit ",
+    "from accelerate import _nothing": "ImportError: cannot import name '_nothing' from 'accelerate'. (trainkit ",
+    "accelerate.Acelerator": "AttributeError: module 'accelerate' has no attribute 'Acelerator'. Did you mean 'Accelerator'?",
+    "import trainkit; trainkit.nothing": "AttributeError: module 'trainkit' has no attribute 'nothing'.",
     "hook()": "ConfigurationError: accelerate.hooks.AlignDevicesHook cannot be called: ",
     "DeepSpeed(stage=2)": "ConfigurationError: DeepSpeedStrategy cannot be created. Use: from trainkit.strategies import ",
     "Environment()": "ConfigurationError: LightningEnvironment defines no world_size() and global_rank(), so it decides ",
@@ -204,27 +225,38 @@ def test_the_flag_and_spawned_processes(tmp_path: Path) -> None:
 
 
 def test_no_other_module_opens_a_door() -> None:
-    """One process imports all of them, and looks after each: a process for each would take minutes."""
+    """Each module is imported in a process of its own, forked from one that has imported torch and nothing of trainkit."""
     program = """
-import importlib, pkgutil, sys
-import trainkit
-finders, imported = list(sys.meta_path), []
-for found in pkgutil.walk_packages(trainkit.__path__, "trainkit.", onerror=lambda name: None):
-    doors = ("trainkit.compat.lightning", "trainkit.compat.accelerate")
-    if found.name in doors or found.name.endswith(("__main__", "sitecustomize")):
-        continue
+import os, sys, traceback
+import torch, torch.distributed, torch.utils.data
+
+def check(module):
     try:
-        importlib.import_module(found.name)
+        __import__(module)
     except ImportError:  # an optional package
         pass
-    imported.append(found.name)
-    from trainkit.names.doors import Door
-    assert not any(isinstance(finder, Door) for finder in sys.meta_path), found.name
-    loaded = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate"} & set(sys.modules)
-    assert not loaded, (found.name, loaded)
-assert [finder for finder in finders if finder in sys.meta_path] == finders
-print(len(imported))
+    names = [name for name in sys.modules if name.partition(".")[0] in PACKAGES]
+    doors = [finder for finder in sys.meta_path if type(finder).__name__ == "Door"]
+    missing = [finder for finder in finders if finder not in sys.meta_path]
+    assert not (names or doors or missing), (module, names, doors, missing)
+
+PACKAGES = {"lightning", "pytorch_lightning", "lightning_fabric", "accelerate"}
+finders = list(sys.meta_path)
+assert not any(name.partition(".")[0] in PACKAGES | {"trainkit"} for name in sys.modules)
+for module in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            check(module)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, module
 """
-    done = run_python(program, bare=True)
+    doors = ("trainkit.compat.lightning", "trainkit.compat.accelerate")
+    modules = [found.name for found in pkgutil.walk_packages(trainkit.__path__, "trainkit.")]
+    modules = [name for name in modules if name not in doors and not name.endswith(("__main__", "sitecustomize"))]
+    assert len(modules) > 200
+    done = run_python("-c", program, "trainkit", *modules, bare=True, timeout=400)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1]) > 200

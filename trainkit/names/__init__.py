@@ -37,11 +37,12 @@ from typing import Any
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError, nearest
 
 __all__ = [
+    "PACKAGES",
     "absent",
     "advice",
     "advice_by_place",
+    "behind_door",
     "home_of",
-    "is_import_from",
     "lazily",
     "our_path",
     "refuse_unknown",
@@ -88,7 +89,14 @@ def submodule(package: Mapping[str, Any], name: str) -> ModuleType | None:
     return import_module(full) if "__path__" in package and name[0] != "_" and find_spec(full) is not None else None
 
 
-def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | ImportError:
+PACKAGES = {"lightning": ("lightning", "pytorch_lightning", "lightning_fabric"), "accelerate": ("accelerate",)}
+"""Framework → the packages by which scripts import it."""
+
+behind_door: dict[str, str] = {}
+"""Module of trainkit → the name under which a script has imported it through a door of `trainkit.names.doors`."""
+
+
+def absent(module: str, name: str, known: Iterable[str], written: str | None = None) -> AttributeError | ImportError:
     """The error for a missing name of a module, for the module's `__getattr__`.
 
     It says what to use instead of a name of Lightning or Accelerate, and otherwise the nearest name. For
@@ -99,20 +107,26 @@ def absent(module: str, name: str, known: Iterable[str]) -> AttributeError | Imp
         module: The full name of the module.
         name: The missing name.
         known: The names that exist.
+        written: The name of the module in the user's script; by default that in `behind_door`, else `module`.
     """
     use = use_instead(module, name)
-    importing = is_import_from(2)
+    importing = _is_import_from(2)
+    written = written or behind_door.get(module, module)
+    framework = next((each for each, packages in PACKAGES.items() if written.partition(".")[0] in packages), None)
     if use is not None:
-        text = f"{module} has no {name}. Use: {use}"
-    elif importing:
-        text = f"cannot import name {name!r} from {module!r}.{nearest(name, known)}"
+        text = f"{written} has no {name}. Use: {use}"
     else:
-        text = f"module {module!r} has no attribute {name!r}.{nearest(name, known)}"
+        text = (
+            f"cannot import name {name!r} from {written!r}." if importing else f"module {written!r} has no attribute {name!r}."
+        )
+        text += nearest(name, known)
+    if framework is not None:
+        text += f" (trainkit takes the place of {framework} in this process: see docs/moving-over/{framework}.md)"
     # without a name Python would add a "Did you mean" of its own
     return ImportError(text, name=module) if importing else AttributeError(text, name=name, obj=None)
 
 
-def is_import_from(depth: int) -> bool:
+def _is_import_from(depth: int) -> bool:
     """Whether `from module import name` asks for a name.
 
     Args:

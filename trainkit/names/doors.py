@@ -22,14 +22,12 @@ from types import ModuleType
 from typing import Any
 
 from trainkit.errors import ConfigurationError
-from trainkit.names import absent, advice, is_import_from, submodule, table
+from trainkit.names import PACKAGES, absent, advice, behind_door, submodule, table
 
 __all__ = ["VARIABLE", "Door", "is_open", "open_door", "variables"]
 
 VARIABLE = "TRAINKIT_AS"
 """The environment variable that tells a new process which doors to open."""
-
-_PACKAGES = {"lightning": ("lightning", "pytorch_lightning", "lightning_fabric"), "accelerate": ("accelerate",)}
 
 # Packages of Lightning that are made here → the module of trainkit with their names.
 _LIGHTNING = {
@@ -66,11 +64,11 @@ def open_door(framework: str) -> None:
     Raises:
         ConfigurationError: There is no such door, or the real package is imported already.
     """
-    if framework not in _PACKAGES:
+    if framework not in PACKAGES:
         raise ConfigurationError(f"{VARIABLE} must be lightning or accelerate, or both with a comma, not {framework!r}.")
     if is_open(framework):
         return
-    loaded = next((name for name in _PACKAGES[framework] if name in sys.modules), None)
+    loaded = next((name for name in PACKAGES[framework] if name in sys.modules), None)
     if loaded is not None:
         raise ConfigurationError(
             f"the real {loaded} is imported already, so that a part of this program would use it and another part trainkit. "
@@ -117,7 +115,7 @@ class Door(DistributionFinder, Loader):
         Raises:
             ModuleNotFoundError: Neither this module nor a counterpart exists, and a statement imports it.
         """
-        if fullname.partition(".")[0] not in _PACKAGES[self.framework]:
+        if fullname.partition(".")[0] not in PACKAGES[self.framework]:
             return None
         if self._is_made_here(fullname):
             return ModuleSpec(fullname, self, origin="trainkit", is_package=True)
@@ -144,6 +142,7 @@ class Door(DistributionFinder, Loader):
             ours = sys.modules[where] = module if find_spec(home) is None else import_module(home)
             for name in _names_for_vendors(home):
                 vars(ours)[name] = getattr(import_module(_VENDORS), name)
+            behind_door[home] = where
             vars(ours).setdefault("__getattr__", _refuse_unknown(ours))  # Python's own error does not say what to use.
             return
         if "." not in where or where in _LIGHTNING:
@@ -158,7 +157,7 @@ class Door(DistributionFinder, Loader):
         if "path" in vars(context):  # The caller searches folders that it has given.
             return
         wanted = None if context.name is None else context.name.lower().replace("_", "-")
-        for package in _PACKAGES[self.framework]:
+        for package in PACKAGES[self.framework]:
             if wanted in (None, package.replace("_", "-")):
                 yield _Followed(package, table(self.framework)["version"])
 
@@ -228,12 +227,9 @@ def _names_of_lightning(where: str) -> _Pair:
                 module = import_module("trainkit.fabric")
             elif find_spec(f"{where}.{name}") is not None:
                 return import_module(f"{where}.{name}")
-            try:
+            if hasattr(module, name):
                 return getattr(module, name)
-            except AttributeError as error:
-                if is_import_from(1):
-                    raise ImportError(str(error), name=where) from None
-                raise
+            raise absent(home, name, names(), where)
         raise AttributeError(f"module {where!r} has no attribute {name!r}", name=name, obj=None)
 
     def names() -> list[str]:
@@ -264,10 +260,7 @@ def _names_of_accelerate(where: str) -> _Pair:
         if name in table("accelerate")["placeholders"]:
             value = vars(sys.modules[where])[name] = _placeholder(where, name)
             return value
-        if advice("trainkit", name) is None and not name.startswith("_"):
-            text = f"{where} has no {name}: trainkit takes its place. Use: Accelerator; docs/moving-over/accelerate.md"
-            raise ImportError(text, name=where) if is_import_from(1) else AttributeError(text, name=name, obj=None)
-        raise absent("trainkit.utils", name, names())
+        raise absent("trainkit.utils", name, names(), where)
 
     def names() -> list[str]:
         return sorted({name for home in homes for name in getattr(import_module(home), "__all__", ()) if name[0] != "_"})
