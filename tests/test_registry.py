@@ -148,9 +148,11 @@ def test_a_strategy_is_made_of_its_name_or_is_the_object() -> None:
     strategy = Strategy("cpu")
     assert make_strategy(strategy) is strategy
     assert make_strategy("single", device="cpu").device == make_strategy("auto", device="cpu").device == strategy.device
-    for thing in (None, 3, Strategy):
+    for thing in (None, 3, [strategy]):
         with pytest.raises(ConfigurationError, match="must be a name or a Strategy object, not .*Use strategy='auto'"):
             make_strategy(thing)
+    with pytest.raises(ConfigurationError, match=r"must be a name or a Strategy .*make an instance: Strategy\(\)\?$"):
+        make_strategy(Strategy)
 
 
 def test_nothing_is_imported_before_it_is_used() -> None:

@@ -221,6 +221,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {names[match[0]]!r}?" if match else ""
 
 
+def make_instance(value: object, kind: type = object) -> str:
+    """` Did you forget to make an instance: X()?` for a class that is a subclass of `kind`, or an empty string."""
+    if isinstance(value, type) and issubclass(value, kind):
+        return f" Did you forget to make an instance: {value.__name__}()?"
+    return ""
+
+
 def missing_package(package: str, extra: str, purpose: str) -> MissingPackageError:
     """The error for a missing optional package; `extra` is the extra of `trainkit-torch` that installs it."""
     return MissingPackageError(

@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice, quantity, warn
-from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, missing_package, nearest
+from trainkit.errors import (
+    ConfigurationError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+    make_instance,
+    missing_package,
+    nearest,
+)
 from trainkit.names import advice
 from trainkit.nested import map_tensors
 from trainkit.optim.torch_step import step_of
@@ -191,6 +198,7 @@ class Precision:
         if resolved not in PRECISIONS:
             raise UnknownNameError(
                 f"unknown precision {name!r}; known: {', '.join(PRECISIONS)}."
+                + make_instance(name, Precision)
                 + (f" Did you mean {_MEANT[str(name)]!r}?" if str(name) in _MEANT else nearest(str(name), PRECISIONS))
             )
         self.name = resolved

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, make_instance, nearest
 
 __all__ = [
     "ADAPTERS",
@@ -284,7 +284,8 @@ def make_strategy(strategy: Any, **options: Any) -> Any:
         return _create(strategy, load(info.path), {**info.names[name], **defaults, **options})
     strategy = adapt(strategy)  # Lightning's have an optimizer_step too.
     if isinstance(strategy, type) or not hasattr(strategy, "optimizer_step"):
-        raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}. Use strategy='auto'.")
+        fix = make_instance(strategy) or " Use strategy='auto'."
+        raise ConfigurationError(f"strategy must be a name or a Strategy object, not {strategy!r}.{fix}")
     return strategy
 
 

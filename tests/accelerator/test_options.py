@@ -29,7 +29,7 @@ from trainkit.errors import ConfigurationError, TrainkitError, UnknownNameError,
 from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.registry import StrategyInfo
 from trainkit.strategies import DDPStrategy
-from trainkit.utils import FullyShardedDataParallelPlugin, ParallelismConfig
+from trainkit.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 
 
 def refused(error: type[Exception], **arguments: Any) -> str:
@@ -212,6 +212,16 @@ def test_how_loaders_are_sharded() -> None:
     assert Accelerator(cpu=True, dispatch_batches=False, use_seedable_sampler=True).num_processes == 1
     assert "Accelerator(even_batches=...) must be True or False, not 'yes'" in refused(ConfigurationError, even_batches="yes")
     assert "must be a DataLoaderConfiguration" in refused(ConfigurationError, dataloader_config={})
+    for name, kind in {
+        "dataloader_config": DataLoaderConfiguration,
+        "deepspeed_plugin": DeepSpeedPlugin,
+        "dynamo_plugin": TorchDynamoPlugin,
+        "gradient_accumulation_plugin": GradientAccumulationPlugin,
+        "project_config": ProjectConfiguration,
+    }.items():
+        assert f"Did you forget to make an instance: {kind.__name__}()?" in refused(ConfigurationError, **{name: kind})
+    wrong = refused(ConfigurationError, kwargs_handlers=[InitProcessGroupKwargs])
+    assert "Did you forget to make an instance: InitProcessGroupKwargs()?" in wrong
 
 
 def test_windows() -> None:

@@ -15,7 +15,7 @@ import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 
-from trainkit import DataModule, Trainer
+from trainkit import Callback, DataModule, Float8Precision, Trainer
 from trainkit.errors import (
     CheckpointNotFoundError,
     ConfigurationError,
@@ -24,7 +24,9 @@ from trainkit.errors import (
     UnknownNameError,
     UnsupportedArgumentError,
 )
+from trainkit.loggers import CSVLogger
 from trainkit.names import advice_by_place
+from trainkit.profilers import SimpleProfiler
 from trainkit.trainer.loaders import limit_batches
 
 ADVICE = advice_by_place()
@@ -340,6 +342,13 @@ def test_a_time_between_validations(value: Any, every: int | None) -> None:
         ({"logger": "tensorbord"}, "got 'tensorbord'. Did you mean 'tensorboard'?"),
         ({"logger": [True]}, "logger must be True, False, a Logger, its name or a list of them, not True"),
         ({"logger": 5}, "not 5"),
+        ({"logger": [None]}, "not None. For example: CSVLogger()"),
+        ({"logger": [CSVLogger]}, "Did you forget to make an instance: CSVLogger()?"),
+        ({"logger": Callback}, "Callback'>. For example: CSVLogger()"),
+        ({"plugins": [None]}, "Trainer(plugins=...): pass precision=Precision(...)"),
+        ({"precision": Float8Precision}, "Did you forget to make an instance: Float8Precision()?"),
+        ({"profiler": SimpleProfiler}, "Did you forget to make an instance: SimpleProfiler()?"),
+        ({"profiler": Callback}, "Callback'>."),
     ],
 )
 def test_other_values(arguments: dict[str, Any], words: str) -> None:
@@ -361,7 +370,7 @@ def test_numpys_integers_are_integers() -> None:
     assert type(trainer.accumulate_grad_batches) is int
 
 
-@pytest.mark.parametrize("callbacks", ["early_stopping", 5, object(), [None], ["x"]])
+@pytest.mark.parametrize("callbacks", ["early_stopping", 5, object(), [None], ["x"], [CSVLogger], CSVLogger])
 def test_what_is_no_callback(callbacks: Any) -> None:
     with pytest.raises(
         TrainkitError, match=r"callbacks must contain Callback objects, not .*callbacks=\[EarlyStopping\('val_loss'\)\]"

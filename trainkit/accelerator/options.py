@@ -25,7 +25,7 @@ from trainkit.config.kwargs_handlers import (
 )
 from trainkit.config.settings import Plugin, Settings, debugging, read_process_settings
 from trainkit.distributed.requested_devices import RequestedDevices, find_device
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError, make_instance
 from trainkit.launch.environment import DEVICE
 from trainkit.launch.joining import nodes, processes
 from trainkit.launch.strategy_choice import choose_strategy
@@ -149,6 +149,7 @@ def _loaders(arguments: Mapping[str, Any]) -> DataLoaderConfiguration:
     elif not isinstance(configuration, DataLoaderConfiguration):
         raise ConfigurationError(
             f"dataloader_config must be a DataLoaderConfiguration of trainkit.utils, not {configuration!r}."
+            f"{make_instance(configuration, DataLoaderConfiguration)}"
         )
     elif set_directly:
         raise ConfigurationError(f"dataloader_config and {', '.join(set_directly)} were given. Give one of them.")
@@ -170,6 +171,7 @@ def _steps(arguments: Mapping[str, Any], settings: Settings, plugin: Plugin | No
         if not isinstance(accumulation, GradientAccumulationPlugin):
             raise ConfigurationError(
                 f"gradient_accumulation_plugin must be a GradientAccumulationPlugin, not {accumulation!r}."
+                f"{make_instance(accumulation, GradientAccumulationPlugin)}"
             )
         if steps not in (None, 1):
             raise ConfigurationError(
@@ -195,7 +197,10 @@ def _project(arguments: Mapping[str, Any]) -> ProjectConfiguration:
     if configuration is None:
         return ProjectConfiguration(project_dir=folder)
     if not isinstance(configuration, ProjectConfiguration):
-        raise ConfigurationError(f"project_config must be a ProjectConfiguration of trainkit.utils, not {configuration!r}.")
+        raise ConfigurationError(
+            f"project_config must be a ProjectConfiguration of trainkit.utils, not {configuration!r}."
+            f"{make_instance(configuration, ProjectConfiguration)}"
+        )
     if folder is not None:
         if configuration.project_dir not in (None, folder):
             raise ConfigurationError(
@@ -226,6 +231,7 @@ def _check_plugins(arguments: Mapping[str, Any]) -> None:
         if arguments[name] is not None and not isinstance(arguments[name], kind):
             raise ConfigurationError(
                 f"{name} must be a {kind.__name__}, not {arguments[name]!r}: from trainkit.utils import {kind.__name__}"
+                f"{make_instance(arguments[name], kind)}"
             )
     conflicting = [name for name in ("strategy", "deepspeed_plugin", "fsdp_plugin") if arguments[name] is not None]
     if arguments["parallelism_config"] is not None and conflicting != ["fsdp_plugin"]:

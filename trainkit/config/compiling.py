@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, make_instance, nearest
 
 if TYPE_CHECKING:
     from trainkit.strategy import Strategy
@@ -223,6 +223,7 @@ def _check(backend: Any, plugin: Any) -> None:
     if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
         raise ConfigurationError(
             f"dynamo_plugin must be a TorchDynamoPlugin, not {plugin!r}: from trainkit.utils import TorchDynamoPlugin"
+            f"{make_instance(plugin, TorchDynamoPlugin)}"
         )
     if plugin is not None and backend is not None:
         raise ConfigurationError(

@@ -13,7 +13,7 @@ import torch
 
 from trainkit.checks import whole_number
 from trainkit.console import notice
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError, make_instance, nearest
 from trainkit.paths import disk_path
 from trainkit.precision import Float8Precision
 
@@ -361,7 +361,7 @@ def sort_handlers(handlers: Iterable[Any] | None) -> dict[type[KwargsHandler], A
         if kind is None:
             raise ConfigurationError(
                 f"kwargs_handlers: expected objects of {', '.join(known)} from trainkit.utils, not {handler!r}."
-                f"{nearest(type(handler).__name__, known)}"
+                + (make_instance(handler, KwargsHandler) or nearest(type(handler).__name__, known))
             )
         if kind in by_class:
             raise ConfigurationError(f"kwargs_handlers contains two {kind.__name__}. Pass only one.")

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from trainkit.data.combined import CombinedLoader, training_source
-from trainkit.errors import MissingMethodError, ModuleError
+from trainkit.errors import MissingMethodError, ModuleError, make_instance
 from trainkit.memory.inventory import built_placeholder, contents_of
 from trainkit.memory.report import MemoryEstimate, estimate_contents
 from trainkit.memory.traced_step import StepTraceError, activation_profile, reasons
@@ -107,8 +107,7 @@ class RunEstimator:
         module = getattr(module, "_orig_mod", module)
         if not isinstance(module, TrainModule):
             adapt(module)
-            hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
-            raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{hint}")
+            raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{make_instance(module)}")
         if not (is_overridden(module, "configure_optimizers", TrainModule) or self.strategy.has_optimizer):
             raise MissingMethodError(
                 f"{type(module).__name__} has no configure_optimizers, so the memory of its optimizer cannot be determined. "

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.callback import Callback
 from trainkit.console import warn
-from trainkit.errors import HookError
+from trainkit.errors import HookError, make_instance
 from trainkit.module.hook_callers import callers_elsewhere, find_self_calls
 from trainkit.module.hook_table import DATA_METHODS, HOOKS, MODULE_METHODS, STATE_METHODS, STEPS, accepts
 from trainkit.module.overridable_hooks import is_overridden
@@ -156,12 +156,8 @@ def check_callback(callback: object) -> None:
     """Raise a `HookError` for an object that is not a callback, or whose hooks are misspelled or cannot be called."""
     if not isinstance(callback, Callback):
         raise HookError(
-            f"callbacks must contain Callback objects, not {callback!r}. "
-            + (
-                f"Did you forget to make an instance: {callback.__name__}()?"
-                if isinstance(callback, type)
-                else "For example: callbacks=[EarlyStopping('val_loss')]"
-            )
+            f"callbacks must contain Callback objects, not {callback!r}."
+            + (make_instance(callback, Callback) or " For example: callbacks=[EarlyStopping('val_loss')]")
         )
     check_names(callback, Callback, [*HOOKS, *STATE_METHODS])
     hooks = {name: ("trainer", "module", *arguments) for name, arguments in HOOKS.items()}

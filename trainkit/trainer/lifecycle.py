@@ -32,6 +32,7 @@ from trainkit.errors import (
     NonFiniteError,
     Preempted,
     ProcessFailedError,
+    make_instance,
 )
 from trainkit.metrics.store import MetricResults, Scope
 from trainkit.module.data_module import DataModule
@@ -281,7 +282,8 @@ def attach_loggers(trainer: Trainer, user_loggers: bool | str | Logger | Sequenc
     for logger in loggers:
         if not isinstance(logger, Logger):
             raise ConfigurationError(
-                f"logger must be True, False, a Logger, its name or a list of them, not {logger!r}. For example: CSVLogger()"
+                f"logger must be True, False, a Logger, its name or a list of them, not {logger!r}."
+                + (make_instance(logger, Logger) or " For example: CSVLogger()")
             )
     root = trainer._arguments.default_root_dir
     assert root is not None
@@ -509,10 +511,9 @@ def _read_saved_loggers(run: Run) -> Any:
 def _check_inputs(module: object, datamodule: object, loaders: tuple[Any, ...]) -> None:
     if not isinstance(module, TrainModule):
         adapt(module)
-        hint = f" Did you forget to make an instance: {module.__name__}()?" if isinstance(module, type) else ""
         raise ModuleError(
-            f"expected a TrainModule, received {type(module).__name__}.{hint} To train a plain nn.Module, write your "
-            "own training loop with trainkit.Accelerator."
+            f"expected a TrainModule, received {type(module).__name__}.{make_instance(module)} To train a plain nn.Module, "
+            "write your own training loop with trainkit.Accelerator."
         )
     if "_parameters" not in vars(module):
         raise ModuleError(f"{type(module).__name__}.__init__ must begin with super().__init__(), before anything is assigned.")
@@ -533,8 +534,7 @@ def refuse_datamodule(datamodule: object) -> None:
         return
     if not isinstance(datamodule, DataModule):
         adapt(datamodule)
-        hint = f" Did you forget to make an instance: {datamodule.__name__}()?" if isinstance(datamodule, type) else ""
-        raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.{hint}")
+        raise DataError(f"datamodule must be a DataModule, not {type(datamodule).__name__}.{make_instance(datamodule)}")
     check_datamodule(datamodule, DataModule)
 
 

@@ -20,7 +20,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import record_function
 
 from trainkit.console import echo, warn
-from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, nearest
+from trainkit.errors import ConfigurationError, MissingMethodError, UnknownNameError, make_instance, nearest
 from trainkit.loggers.log_folder import replace_file
 from trainkit.paths import disk_path
 from trainkit.registry import adapt
@@ -378,7 +378,10 @@ def make_profiler(profiler: str | Profiler | None) -> Profiler | None:
         return profiler
     if not isinstance(profiler, str):
         adapt(profiler)
-        raise ConfigurationError(f"profiler must be a name ({', '.join(_NAMES)}) or a Profiler object, not {profiler!r}.")
+        raise ConfigurationError(
+            f"profiler must be a name ({', '.join(_NAMES)}) or a Profiler object, not {profiler!r}."
+            f"{make_instance(profiler, Profiler)}"
+        )
     name = profiler.lower()
     if name == "pytorch":
         return PyTorchProfiler()
