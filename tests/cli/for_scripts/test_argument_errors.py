@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 from helpers.runs.command_lines import command_line
 
 from trainkit.cli.for_scripts.argument_parser import report_errors
@@ -16,6 +20,41 @@ def message_of(capsys: pytest.CaptureFixture[str], *arguments: str, **options: o
         command_line("fit", *arguments, quiet=False, **options)
     assert ended.value.code == 2
     return capsys.readouterr().err.partition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    "argument, expected",
+    [
+        (
+            "trainer.callbacks=trainkit.loggers.CSVLogger",
+            "trainer.callbacks: trainkit.loggers.CSVLogger is not a subclass of Callback. "
+            "Expected the path of one, such as trainkit.callbacks.ModelCheckpoint\n",
+        ),
+        (
+            "lr_scheduler=torch.optim.SGD",
+            "lr_scheduler: torch.optim.SGD is not a subclass of LRScheduler or ReduceLROnPlateau. "
+            "Expected the path of one, such as torch.optim.lr_scheduler.StepLR\n",
+        ),
+        (
+            "model=torch.optim.SGD",
+            "model: torch.optim.SGD is not a subclass of Configured. Expected the path of one\n",
+        ),
+    ],
+)
+def test_a_class_of_the_wrong_kind(argument: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message_of(capsys, f"--{argument}", subclass_mode_model=True) == expected
+    key, _, path = argument.partition("=")
+    first, _, second = key.partition(".")
+    value: dict[str, Any] = {"class_path": path}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({first: {second: value} if second else value}))
+    assert message_of(capsys, f"--config={tmp_path / 'run.yaml'}", subclass_mode_model=True) == expected
+
+
+def test_a_wrong_value_in_one_class_of_several(capsys: pytest.CaptureFixture[str]) -> None:
+    """The other class of the Union is not what is wrong."""
+    wrong = message_of(capsys, "--optimizer=SGD", "--lr_scheduler=StepLR", "--lr_scheduler.step_size=x")
+    assert "is not a subclass" not in wrong
+    assert "step_size" in wrong
 
 
 @pytest.mark.parametrize(

@@ -380,6 +380,15 @@ _UNKNOWN_OF_CLASS = re.compile(r"Problem with given class_path '(?P<path>[^']+)'
 _UNKNOWN_PATH = re.compile(
     r"Problem with given class_path '(?P<module>[^']+)\.(?P<name>\w+)':\s+(?:No module named|module '[^']+' has no attribute)"
 )
+_WRONG_CLASS = re.compile(r"Import path (?P<path>\S+ )?does not correspond to a subclass of (?P<base>\w+)")
+_GIVEN = re.compile(r"Given value: (?P<path>[\w.]+)$", re.MULTILINE)  # on the command line the path is only here
+_EXAMPLES = {
+    "Callback": "trainkit.callbacks.ModelCheckpoint",
+    "LRScheduler": "torch.optim.lr_scheduler.StepLR",
+    "Logger": "trainkit.loggers.CSVLogger",
+    "Optimizer": "torch.optim.AdamW",
+    "Profiler": "trainkit.profilers.SimpleProfiler",
+}
 _REQUIRED = re.compile(
     r"Problem with given class_path '(?P<path>[^']+)':\s+the following arguments are required: (?P<names>\w+(?:, \w+)*)"
 )
@@ -440,6 +449,12 @@ def readable(message: str, options: Iterable[str], classes: Iterable[str]) -> st
             f"{key}: There is no class {name!r}.{nearest(name, classes)} Expected the name of a class of trainkit or torch, "
             "or the path of your own: mypackage.MyClass"
         )
+    wrong = _WRONG_CLASS.findall(message)
+    if wrong and "Problem with given class_path" not in message:  # a class of one type of a Union has a wrong argument
+        (path, base), bases = wrong[0], " or ".join(dict.fromkeys(base for _, base in wrong))
+        path = path.strip() or (given["path"] if (given := _GIVEN.search(message)) is not None else "the class")
+        example = f", such as {_EXAMPLES[base]}" if base in _EXAMPLES else ""
+        return f"{key}: {path} is not a subclass of {bases}. Expected the path of one{example}"
     if (match := _UNKNOWN.search(message)) is not None:
         return f"{message}.{nearest(match['name'], options)}"
     return _NESTED.sub(r"\g<name>=\g<value>", _NESTED_TYPE.sub("", message))
