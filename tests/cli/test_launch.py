@@ -160,6 +160,7 @@ def test_threads_of_a_process(launch: Launch) -> None:
     (["--node-rank", "1", "script.py"],
      "--node-rank 1 needs several nodes, but there is one. Set the number of nodes: --nnodes N"),
     (["scirpt.py"], "there is no file 'scirpt.py'. Did you mean 'script.py'?"),
+    (["ipc.py"], "there is no file 'ipc.py'.\n"),
     (["package.module"], "there is no file 'package.module'. For a module: trainkit launch -m package.module"),
 ])  # fmt: skip
 def test_invalid_arguments(launch: Launch, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

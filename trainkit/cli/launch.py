@@ -191,10 +191,11 @@ def _program(script: str, is_module: bool) -> list[str]:
     path = Path(script)
     if path.exists():
         return [script]
-    here = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    here = [p.stem for p in path.parent.glob("*.py")] if path.parent.is_dir() else []  # ".py" makes short names similar
     is_name = script.replace(".", "").isidentifier() and not script.endswith(".py")
     as_module = f" For a module: trainkit launch -m {script}" if is_name else ""
-    raise ConfigurationError(f"there is no file {script!r}.{nearest(path.name, here)}{as_module}")
+    near = nearest(path.stem, here).replace("'?", ".py'?")
+    raise ConfigurationError(f"there is no file {script!r}.{near}{as_module}")
 
 
 # ------------------------------------------------------------------------------------------------------- nodes and processes
