@@ -39,13 +39,13 @@ def runs_in_order(page: Path, folder: Path) -> None:
 def run_files_of(page: str, folder: Path, *command: str) -> str:
     """Write the files of a how-to page to a folder, and run Python there; returns what it prints.
 
-    A new interpreter runs it, because such a page opens a door, which stays open until a process ends.
+    A new interpreter runs it, because such a page opens a door, which stays open until a process ends. Ray would give its
+    workers a niceness of 15: on a busy machine they would not finish.
     """
     for block in blocks((ROOT / "docs" / "how-to" / page).read_text("utf-8")):
         if "." in block.title:
             write(block, folder)
-    done = run_python(
-        "-u", *command, cwd=folder, bare=True, env={"RAY_AUTH_MODE": "disabled", "PYTHONWARNINGS": ""}, timeout=900
-    )
+    env = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "PYTHONWARNINGS": ""}
+    done = run_python("-u", *command, cwd=folder, bare=True, env=env, timeout=900)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-8000:]}"
     return done.stdout
