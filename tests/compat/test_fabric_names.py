@@ -138,20 +138,23 @@ def sharded(file: Path, strategy: str) -> tuple[None, list[Any]]:
     return None, [value.tolist() for value in saved.values()]
 
 
-def test_the_dict_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name, pair", [("state", [1, 2]), ("state.safetensors", {1, 2})])
+def test_the_dict_comes_back(name: str, pair: Any, tmp_path: Path) -> None:
+    """From a file of torch's format, or one of safetensors, which also stores a set."""
+    file = tmp_path / "a" / name
     fabric = Fabric(accelerator="cpu")
     model, optimizer = fabric.setup(nn.Linear(2, 1), torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))[0], None
     assert optimizer is None
     counter = Counter(3)
-    saved = {"model": model, "counter": counter, "steps": 7, "nested": {"t": torch.arange(3), "s": {1, 2}, "f": math.inf}}
-    fabric.save(tmp_path / "a" / "state", saved, filter={"model": lambda name, value: name == "weight"})
-    back = fabric.load(tmp_path / "a" / "state")
+    saved = {"model": model, "counter": counter, "steps": 7, "nested": {"t": torch.arange(3), "s": pair, "f": math.inf}}
+    fabric.save(file, saved, filter={"model": lambda name, value: name == "weight"})
+    back = fabric.load(file)
     assert list(back) == list(saved)
     assert list(back["model"]) == ["weight"]
     assert back["nested"]["t"].tolist() == [0, 1, 2]
-    assert (back["nested"]["s"], back["nested"]["f"], back["steps"], back["counter"]) == ({1, 2}, math.inf, 7, {"value": 3})
+    assert (back["nested"]["s"], back["nested"]["f"], back["steps"], back["counter"]) == (pair, math.inf, 7, {"value": 3})
     state: dict[str, Any] = {"counter": Counter(0), "steps": 0}
-    assert list(fabric.load(tmp_path / "a" / "state", state)) == ["model", "nested"]
+    assert list(fabric.load(file, state)) == ["model", "nested"]
     assert (state["counter"].value, state["steps"]) == (3, 7)
 
 
@@ -194,6 +197,18 @@ def test_a_raw_state_dict_is_loaded(name: str, tmp_path: Path) -> None:
     fabric.accelerator.save(source.state_dict(), tmp_path / name)
     fabric.load_raw(tmp_path / name, model)
     assert torch.equal(model.weight, source.weight)
+
+
+def test_other_programs_read_the_file(tmp_path: Path) -> None:
+    """They call torch.load, whatever its name, as litgpt does to merge LoRA weights."""
+    fabric, net = Fabric(accelerator="cpu"), nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    fabric.save(tmp_path / "lit_model.pth.lora", {"model": model, "optimizer": optimizer, "steps": 7})
+    found = torch.load(tmp_path / "lit_model.pth.lora", mmap=True, weights_only=True)
+    assert torch.equal(found["model"]["weight"], net.weight)
+    assert found["steps"] == 7
 
 
 def test_a_file_of_the_other_fabric_is_loaded(tmp_path: Path) -> None:

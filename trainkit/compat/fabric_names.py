@@ -21,6 +21,7 @@ from trainkit.accelerator.checkpointing import VerbGroup
 from trainkit.accelerator.prepared_models import user_model
 from trainkit.checkpoint.plain_files import write_object
 from trainkit.checkpoint.ranks import run_on_all_ranks
+from trainkit.checkpoint.torch_file import write_torch_file
 from trainkit.compat.fabric_files import UserState, read_on_each_rank
 from trainkit.compat.fabric_loaders import FabricLoader, shard
 from trainkit.console import notice
@@ -320,8 +321,10 @@ class Fabric:
     ) -> None:
         """Save a dict of models, optimizers, objects with `state_dict`, and values, to one file. All processes call it.
 
-        The file is safetensors with JSON, whatever its name: `fabric.load(path)` and `trainkit.utils.load(path)` read it. It
-        is complete or does not exist. Weights have the user's names, under any strategy and number of processes.
+        The file has torch's format, with plain values only, so that other programs read it with `torch.load(path)`; with a
+        name that ends in `.safetensors` or `.json` it is safetensors with JSON, which can store more, such as sets.
+        `fabric.load(path)` and `trainkit.utils.load(path)` read both. It is complete or does not exist. Weights have the
+        user's names, under any strategy and number of processes.
 
         Args:
             path: The file.
@@ -343,11 +346,9 @@ class Fabric:
 
         def write() -> None:
             if self.is_global_zero:
-                write_object(file, content)
+                (write_object if file.suffix in (".safetensors", ".json") else write_torch_file)(file, content)
 
         run_on_all_ranks(group, write, CheckpointWriteError)
-        if file.suffix in (".pt", ".pth", ".bin", ".ckpt"):
-            self._say_once(f"{file.suffix} files of Fabric.save are safetensors, not pickles. fabric.load(path) reads them.")
 
     def load(
         self, path: str | PathLike[str], state: State | None = None, strict: bool = True, *, weights_only: bool | None = None
