@@ -90,7 +90,36 @@ class Ours(LightningEnvironment):
 
 Ours()
 
+from lightning.fabric.accelerators import CUDAAccelerator
+from lightning.fabric.accelerators.cuda import num_cuda_devices
+from lightning.fabric.loggers import CSVLogger as FabricCSVLogger
+from lightning.fabric.plugins import BitsandbytesPrecision
+from lightning.fabric.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.fabric.utilities import ThroughputMonitor
+from lightning.fabric.utilities.init import _materialize_meta_tensors
+from lightning.fabric.utilities.load import _NotYetLoadedTensor, _lazy_load
+from lightning.fabric.utilities.throughput import ThroughputMonitor as SameMonitor, measure_flops
+from lightning.pytorch.core.saving import _load_from_checkpoint
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+assert FSDPStrategy is trainkit.strategies.FSDPStrategy and not isinstance(1, ModelParallelStrategy | _NotYetLoadedTensor)
+assert num_cuda_devices() == CUDAAccelerator.auto_device_count() and _lazy_load is trainkit.utils.load
+assert _AcceleratorConnector._choose_auto_accelerator() in ("cpu", "cuda", "mps", "tpu")
+assert SameMonitor is ThroughputMonitor and ThroughputMonitor is not trainkit.callbacks.ThroughputMonitor
+assert FabricCSVLogger(root_dir="logs").name == "lightning_logs"
+
+class Loads(pl.LightningModule):
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path, map_location=None, hparams_file=None, strict=False, **kwargs):
+        return _load_from_checkpoint(cls, checkpoint_path, map_location, hparams_file, strict, **kwargs)
+
+try:
+    Loads.load_from_checkpoint("nothing.ckpt", weights_only=False)
+except trainkit.errors.CheckpointNotFoundError:
+    loads = True
+assert loads
+
 names = {"L": L, "accelerate": accelerate, "hook": AlignDevicesHook, "balance": get_balanced_memory}
+names |= {"Bits": BitsandbytesPrecision, "GPUs": CUDAAccelerator}
 
 def message(text):
     try:
@@ -131,7 +160,9 @@ WRONG = {
     "accelerate.Acelerator": "AttributeError: module 'accelerate' has no attribute 'Acelerator'. Did you mean 'Accelerator'?",
     "import trainkit; trainkit.nothing": "AttributeError: module 'trainkit' has no attribute 'nothing'.",
     "hook()": "ConfigurationError: accelerate.hooks.AlignDevicesHook cannot be called: ",
-    "DeepSpeed(stage=2)": "ConfigurationError: DeepSpeedStrategy cannot be created. Use: from trainkit.strategies import ",
+    "DeepSpeed(stage=2)": "ConfigurationError: lightning.pytorch.strategies.DeepSpeedStrategy cannot be called: trainkit ",
+    "Bits()": "ConfigurationError: lightning.fabric.plugins.BitsandbytesPrecision cannot be called: trainkit ",
+    "GPUs()": "ConfigurationError: CUDAAccelerator cannot be created. Use: the argument: Trainer(accelerator='cpu'), ",
     "Environment()": "ConfigurationError: LightningEnvironment defines no world_size() and global_rank(), so it decides ",
     "vendors().set_rank(0)": "ConfigurationError: Vendors(log_model=...) is not supported: this logger stores files, and a ",
     "balance({})": "ConfigurationError: accelerate.utils.get_balanced_memory cannot be called: ",

@@ -141,6 +141,11 @@ def test_what_projects_import_from_fabric() -> None:
     from trainkit.fabric.utilities.types import _PATH
 
     assert (rank_zero_only, seed_everything) == (trainkit.utilities.rank_zero_only, trainkit.seed_everything)
+    from trainkit.fabric.loggers import CSVLogger
+    from trainkit.fabric.utilities.throughput import ThroughputMonitor
+
+    assert issubclass(CSVLogger, trainkit.loggers.CSVLogger)
+    assert ThroughputMonitor.__module__ == "trainkit.compat.fabric_throughput"
     assert _PATH is trainkit.utilities.types._PATH
     assert get_filesystem("memory://runs").protocol == "memory"
     assert trainkit.fabric.Fabric.__name__ == "Fabric"

@@ -1,4 +1,4 @@
-"""Names that integrations of other packages import from Lightning: base classes, and functions that are private there.
+"""Names that other packages import from Lightning: base classes, and functions that are private there.
 
 They exist behind the door only; `vendors` in `lightning.json` says in which modules. Otherwise they are errors that say what to
 use.
@@ -10,20 +10,31 @@ import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from os import PathLike
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from trainkit.accelerator.processes import rank_and_size
+from trainkit.checkpoint.torch_file import load
 from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import ConfigurationError
 from trainkit.launch.environment import DEVICE, tpu_is_chosen
 from trainkit.launch.strategy_choice import read_devices
 from trainkit.loggers import base
+from trainkit.module.data_module import DataModule
+from trainkit.module.train_module import TrainModule
 from trainkit.names import use_instead
 
-__all__ = ["ClusterEnvironment", "DeepSpeedStrategy", "LightningEnvironment", "LightningLogger", "rank_zero_experiment"]
+__all__ = [
+    "CUDAAccelerator",
+    "ClusterEnvironment",
+    "LightningEnvironment",
+    "LightningLogger",
+    "num_cuda_devices",
+    "rank_zero_experiment",
+]
 
 
 # ----------------------------------------------------------------------------------------------------------------- the cluster
@@ -77,20 +88,59 @@ class _AcceleratorConnector:
         """Whether these are several devices."""
         return (self._devices_flag if isinstance(self._devices_flag, int) else len(self._devices_flag)) > 1
 
+    @staticmethod
+    def _choose_auto_accelerator() -> str:
+        """The kind of device of `accelerator="auto"`."""
+        return _AcceleratorConnector()._accelerator_flag
 
-# ---------------------------------------------------------------------------------------------------------------- the strategy
 
-
-class DeepSpeedStrategy:
-    """The base class of Ray's `RayDeepSpeedStrategy`; neither can be created.
+class CUDAAccelerator:
+    """What packages ask Lightning's class: whether there are GPUs, and how many.
 
     Raises:
-        ConfigurationError: Always; the message says what to use.
+        ConfigurationError: It is created; the message says what to use.
     """
 
-    def __init__(self, *args: object, **kwargs: object) -> NoReturn:
-        use = use_instead("trainkit.strategies", "DeepSpeedStrategy")
-        raise ConfigurationError(f"{type(self).__name__} cannot be created. Use: {use}")
+    def __init__(self) -> None:
+        raise ConfigurationError(
+            f"CUDAAccelerator cannot be created. Use: {use_instead('trainkit.accelerators', 'CUDAAccelerator')}"
+        )
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether there is a GPU."""
+        return torch.cuda.is_available()
+
+    @staticmethod
+    def auto_device_count() -> int:
+        """Number of GPUs."""
+        return torch.cuda.device_count()
+
+
+num_cuda_devices = CUDAAccelerator.auto_device_count
+
+
+# ------------------------------------------------------------------------------------------------------------------- the files
+
+
+_lazy_load = load
+
+
+def _load_from_checkpoint(
+    cls: type[Any],
+    checkpoint_path: str | PathLike[str],
+    map_location: Any = None,
+    hparams_file: str | PathLike[str] | None = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    **overrides: Any,
+) -> Any:
+    """`load_from_checkpoint` as a class inherits it, for classes whose own method calls Lightning's function."""
+    if hparams_file is not None:
+        overrides["hparams_file"] = hparams_file  # the error says what to use
+    if issubclass(cls, DataModule):
+        return DataModule.load_from_checkpoint.__func__(cls, checkpoint_path, map_location, **overrides)  # type: ignore[attr-defined]
+    return TrainModule.load_from_checkpoint.__func__(cls, checkpoint_path, map_location, strict, **overrides)  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------------------------------------------------------ the logger

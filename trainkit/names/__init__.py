@@ -4,12 +4,13 @@ The names of the other frameworks are data: `lightning.json` and `accelerate.jso
 is a module below `lightning.pytorch` ("" is that itself) and holds the names of all its files. The keys of `lightning.json`:
 
 - `same`: group → module of trainkit → the names that it has.
-- `fabric`: what projects import from `lightning.fabric` → the module of trainkit that has it.
+- `fabric`: group of `lightning.fabric` ("" is any, also of `lightning.pytorch`) → name → the module of trainkit that has it.
 - `renamed`: group → name → the same thing under another name.
 - `absent`: group → what to use → names that trainkit does not have.
 - `members`: class → attribute or method that ours does not have → what to use.
 - `modules`: modules of Lightning that are no modules of trainkit.
 - `vendors`: module of Lightning → names of `trainkit.compat.lightning_vendors` that it has behind the door.
+- `placeholders`: module of Lightning → names that it has behind the door because projects import them; to call one is an error.
 - `arguments`: function → argument that it does not have → what to use.
 - `carried`: argument → types of the values that replace the first "..." of its advice.
 - `defaults`: argument → its default values in Lightning; those of all others are `None`.
@@ -241,8 +242,11 @@ def home_of(module: str, name: str) -> str | None:
         module: A module of Lightning, with `trainkit` instead of `lightning.pytorch`.
         name: The name.
     """
-    homes = table("lightning")["same"].get(_group(module), {})
-    home: str | None = table("lightning")["fabric"].get(name)
+    group, fabric = _group(module), table("lightning")["fabric"]
+    if module.startswith("trainkit.fabric.") and name in fabric.get(group, {}):
+        return str(fabric[group][name])
+    homes = table("lightning")["same"].get(group, {})
+    home: str | None = fabric[""].get(name)
     return next((home for home, names in homes.items() if name in names), home)
 
 

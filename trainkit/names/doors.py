@@ -22,7 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from trainkit.errors import ConfigurationError
-from trainkit.names import PACKAGES, absent, advice, behind_door, submodule, table
+from trainkit.names import PACKAGES, absent, advice, behind_door, submodule, table, use_instead
 
 __all__ = ["VARIABLE", "Door", "is_open", "open_door", "variables"]
 
@@ -120,7 +120,7 @@ class Door(DistributionFinder, Loader):
         if self._is_made_here(fullname):
             return ModuleSpec(fullname, self, origin="trainkit", is_package=True)
         ours = None if self.framework == "accelerate" else _module_of_ours(fullname)
-        if ours is not None and (find_spec(ours) is not None or _names_for_vendors(ours)):
+        if ours is not None and (find_spec(ours) is not None or _names_for_vendors(ours) or _placeholders(ours)):
             return ModuleSpec(fullname, self)
         if _is_statement():  # importlib.util.find_spec only asks.
             raise ModuleNotFoundError(
@@ -142,6 +142,9 @@ class Door(DistributionFinder, Loader):
             ours = sys.modules[where] = module if find_spec(home) is None else import_module(home)
             for name in _names_for_vendors(home):
                 vars(ours)[name] = getattr(import_module(_VENDORS), name)
+            for name in _placeholders(home):
+                use = use_instead(home, name) or "the names in docs/moving-over/fabric.md"
+                vars(ours)[name] = _placeholder(self.framework, where, name, use)
             behind_door[home] = where
             vars(ours).setdefault("__getattr__", _refuse_unknown(ours))  # Python's own error does not say what to use.
             return
@@ -193,6 +196,12 @@ def _module_of_ours(module: str) -> str | None:
 def _names_for_vendors(module: str) -> list[str]:
     """The names that a module of trainkit, or of Lightning by its name there, has behind the door only."""
     names: list[str] = table("lightning")["vendors"].get(module.removeprefix("trainkit."), [])
+    return names
+
+
+def _placeholders(module: str) -> list[str]:
+    """The names that a module of trainkit, or of Lightning by its name there, has behind the door so that imports work."""
+    names: list[str] = table("lightning")["placeholders"].get(module.removeprefix("trainkit."), [])
     return names
 
 
@@ -258,7 +267,11 @@ def _names_of_accelerate(where: str) -> _Pair:
         if name in table("accelerate")["unavailable"]:  # libraries call these when they are imported
             return _is_unavailable
         if name in table("accelerate")["placeholders"]:
-            value = vars(sys.modules[where])[name] = _placeholder(where, name)
+            use = (
+                advice("trainkit", name)
+                or "Accelerator(strategy='fsdp') or 'zero3', which shard a model larger than one device"
+            )
+            value = vars(sys.modules[where])[name] = _placeholder("accelerate", where, name, use)
             return value
         raise absent("trainkit.utils", name, names(), where)
 
@@ -284,15 +297,15 @@ def _is_unavailable() -> bool:
 _made: dict[str, Any] = {}
 
 
-def _placeholder(where: str, name: str) -> Any:
-    """A class or function that other libraries import and that raises when it is called; the same one in each module."""
-    use = advice("trainkit", name) or "Accelerator(strategy='fsdp') or 'zero3', which shard a model larger than one device"
+def _placeholder(framework: str, where: str, name: str, use: str) -> Any:
+    """A class or function that other packages import and that raises when it is called; the same one in each module."""
 
     def refuse(*args: object, **kwargs: object) -> None:
-        raise ConfigurationError(f"{where}.{name} cannot be called: trainkit takes the place of accelerate. Use: {use}")
+        raise ConfigurationError(f"{where}.{name} cannot be called: trainkit takes the place of {framework}. Use: {use}")
 
     if name not in _made:
-        made: Any = type(name, (), {"__init__": refuse, "__module__": where}) if name[0].isupper() else refuse
+        is_class = name.lstrip("_")[0].isupper()
+        made: Any = type(name, (), {"__init__": refuse, "__module__": where}) if is_class else refuse
         made.__name__ = made.__qualname__ = name
         made.__doc__ = f"A placeholder. Use: {use}"
         _made[name] = made
