@@ -25,6 +25,7 @@ from trainkit.config.settings import VARIABLE, Settings, carry, debugging, read_
 from trainkit.launch import agent, remote
 from trainkit.launch.agent import Job
 from trainkit.launch.environment import read_ranks
+from trainkit.names import doors
 
 Launch = Callable[..., Job]
 
@@ -58,6 +59,14 @@ def test_arguments_of_the_script_are_its_own(launch: Launch) -> None:
     job = launch("--nproc-per-node", "3", "script.py", "--max-restarts", "9", "-m", "--help", "--", "-x")
     assert job.command[-6:] == ("--max-restarts", "9", "-m", "--help", "--", "-x")
     assert (job.per_node, job.max_restarts) == (3, 0)
+
+
+def test_the_doors_of_several_frameworks(launch: Launch) -> None:
+    assert launch("--as", "lightning", "--as", "accelerate", "script.py").environment[doors.VARIABLE] == "accelerate,lightning"
+    assert launch("--as", "accelerate", "script.py", TRAINKIT_AS="lightning").environment[doors.VARIABLE] == (
+        "accelerate,lightning"
+    )
+    assert doors.VARIABLE not in launch("script.py").environment
 
 
 def test_a_module(launch: Launch) -> None:

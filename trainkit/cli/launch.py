@@ -72,9 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_flags(parser)
     parser.add_argument(
         "--as",
-        dest="door",
+        dest="doors",
+        action="append",
+        default=[],
         choices=("lightning", "accelerate"),
-        help="a script of this framework runs as it is: its imports find trainkit",
+        help="a script of this framework runs as it is: its imports find trainkit; may be repeated",
     )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module, as for python -m")
     parser.add_argument("SCRIPT", help="a Python file")
@@ -99,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     processes = processes_per_node(args, flags, settings, nodes)
     restarts = count(args.max_restarts, "--max-restarts") if args.max_restarts is not None else nodes.max_restarts or 0
     environment = {name: value for name, value in quietly(os.environ).items() if name != VARIABLE} | process_variables(settings)
-    if args.door is not None:
-        environment |= variables(args.door, environment)
+    for door in args.doors:
+        environment |= variables(door, environment)
     from trainkit.launch.agent import Job, run_job
 
     return run_job(
@@ -140,8 +142,8 @@ def _run_hosts(args: argparse.Namespace, flags: Settings, settings: Settings) ->
         common += ["--master-port", str(settings.get("main_process_port"))]
     if args.max_restarts is not None:
         common += ["--max-restarts", str(count(args.max_restarts, "--max-restarts"))]
-    if args.door is not None:
-        common += ["--as", args.door]
+    for door in args.doors:
+        common += ["--as", door]
     program = [*(["-m"] if args.module else []), args.SCRIPT, *args.ARGS]
     _program(args.SCRIPT, args.module)
     exports = _exports(args.export or [], os.environ) | process_variables(settings, always=True)
