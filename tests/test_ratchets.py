@@ -276,7 +276,7 @@ def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> Non
     # the arguments that the message advises exist
     for replacement in re.findall(r"\b([a-z_]+)=", ADVICE["Trainer"][name]):
         known = {*TRAINER, "action", "mode", "max_depth", "process_position", "refresh_rate", "logger", "swa_lrs"}
-        known |= {"flush_logs_every_n_steps", "ckpt_path"}
+        known |= {"flush_logs_every_n_steps", "ckpt_path", "dirpath"}
         assert replacement in known, f"{name}: {ADVICE['Trainer'][name]}"
 
 

@@ -11,7 +11,7 @@ from helpers.lightning.listing import NAMES
 from helpers.runs.trainers import make_trainer
 
 import trainkit
-from trainkit.errors import UnknownNameError
+from trainkit.errors import UnknownNameError, UnsupportedArgumentError
 from trainkit.module.hook_checks import REMOVED
 from trainkit.names import advice, advice_by_place, home_of, our_path, table, use_instead
 
@@ -194,6 +194,17 @@ def test_members_are_there_or_say_what_to_use(name: str) -> None:
 def test_arguments_of_the_trainer_are_there_or_say_what_to_use() -> None:
     ours = inspect.signature(trainkit.Trainer).parameters
     assert [name for name in PLACES["Trainer("] if name not in ours and advice("Trainer", name) is None] == []
+
+
+@pytest.mark.parametrize("argument, value, expected", [
+    ("gpus", 2, r"Trainer\(gpus=...\): use accelerator='gpu', devices=2\.$"),
+    ("resume_from_checkpoint", "a.ckpt", r": pass it to fit\(module, ckpt_path='a\.ckpt'\)\.$"),
+    ("track_grad_norm", 2, r": use log_grad_norm=True\.$"),
+])  # fmt: skip
+def test_arguments_of_the_trainer_of_lightning_1(argument: str, value: object, expected: str) -> None:
+    """Old scripts and answers on the web have them; the nearest name would be another thing."""
+    with pytest.raises(UnsupportedArgumentError, match=expected):
+        make_trainer(**{argument: value})
 
 
 def test_a_search_and_replace_of_the_package() -> None:

@@ -162,7 +162,7 @@ def test_a_replacement_that_is_named_exists(name: str) -> None:
     words = ADVICE["Trainer"][name].replace("fit(module, ckpt_path=", "").replace("=", " = ").replace("(", " ").split()
     for word, following in itertools.pairwise(words):
         known = ("save_dir", "process_position", "refresh_rate", "max_depth", "mode", "logger", "batch_size", "action")
-        known += ("flush_logs_every_n_steps", "swa_lrs")
+        known += ("dirpath", "flush_logs_every_n_steps", "swa_lrs")
         if following == "=" and word.isidentifier():
             assert word in (*OURS, *known), f"{word} in: {ADVICE['Trainer'][name]}"
 
