@@ -92,7 +92,7 @@ def test_a_script_for_lightning_and_ray(strategy: str, tmp_path: Path) -> None:
     (tmp_path / "with_strategy.py").write_text(WITH_STRATEGY, "utf-8")
     printed = run_files_of(PAGE, tmp_path, "with_strategy.py", strategy).splitlines()[-1]
     assert "'epoch': 1, 'step': 58" in printed
-    assert printed.endswith("['checkpoint.ckpt']")
+    assert printed.endswith("['checkpoint', 'checkpoint.ckpt']")
 
 
 def test_trials_of_ray_tune(tmp_path: Path) -> None:
