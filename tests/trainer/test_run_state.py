@@ -104,7 +104,7 @@ def test_callbacks_and_results_are_restored_if_they_are_wanted() -> None:
 def test_without_a_loader_only_what_builds_the_module_again() -> None:
     """Without a loader, the state contains only what is needed to create the module again."""
     run, _ = fitting()
-    kept = {f"hyper_parameters_{part}" for part in ("name", "omegaconf", "attributes")}
+    kept = {f"hyper_parameters_{part}" for part in ("name", "omegaconf", "attributes", "omitted")}
     names = {"hyper_parameters", *kept, "module"}
     assert set(capture_run(run, None)) == names
 

@@ -369,6 +369,7 @@ def _hparams_schema(key: str) -> dict[str, _Check]:
         f"{key}_omegaconf": _items(_anything),
         f"{key}_class": _text,
         f"{key}_attributes": attributes,
+        f"{key}_omitted": _items(_text),
     }
 
 

@@ -271,6 +271,7 @@ class StorableHyperParameters:
         values: The hyper-parameters that can be stored, by name.
         attributes: Where a value with attributes is stored as a dict or a tuple: the keys that lead to it, and the names of
             the items of a tuple, else `None`. Values inside others come first.
+        omitted: The names of those that cannot be stored, or not with all that is in them.
     """
 
     def __init__(self, owner: Any, code: bool = False) -> None:
@@ -285,13 +286,14 @@ class StorableHyperParameters:
             storable = self._at(key, value, str(key), 0)
             if storable is not _OMITTED:
                 self.values[key] = storable
+        self.omitted = [name for name in dict.fromkeys(self._omitted.values()) if isinstance(name, str)]
         if self._omitted and not getattr(owner, "_omitted_warned", False):
             object.__setattr__(owner, "_omitted_warned", True)
             self._warn(owner)
 
     def _warn(self, owner: Any) -> None:
         name = type(owner).__name__
-        keys = [key for key in dict.fromkeys(self._omitted.values()) if isinstance(key, str) and key.isidentifier()]
+        keys = [key for key in self.omitted if key.isidentifier()]
         fixes = []
         if keys and hasattr(owner, "load_from_checkpoint"):
             again = ", ".join(f"{key}=..." for key in keys)

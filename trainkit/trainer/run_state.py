@@ -65,6 +65,7 @@ def _hyper_parameters(owner: Any, key: str) -> dict[str, Any]:
         f"{key}_name": owner._hparams_name,
         f"{key}_omegaconf": omegaconf_names(owner),
         f"{key}_attributes": storable.attributes,
+        f"{key}_omitted": storable.omitted,
     }
     return state if owner._hparams_class is None else {**state, f"{key}_class": owner._hparams_class}
 
