@@ -256,7 +256,8 @@ def test_the_verbs_arguments_are_frozen() -> None:
         assert arguments_of(verb) == ["model", "dataloaders", "ckpt_path", "verbose", "datamodule", "strict"]
     assert arguments_of(Trainer.predict) == ["model", "dataloaders", "datamodule", "return_predictions", "ckpt_path", "strict"]
     assert arguments_of(Trainer.save_checkpoint) == ["filepath", "weights_only", "blocking"]
-    assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "strict", "trust"]  # after the path
+    # after the path, in Lightning's order
+    assert arguments_of(TinyModule.load_from_checkpoint) == ["map_location", "hparams_file", "strict", "trust"]
     assert arguments_of(Accelerator.__init__) == ACCELERATOR
     # keyword-only from here: Accelerate has torch_tp_plugin next, so later positions would differ from trainkit's
     by_name = [p for p in inspect.signature(Accelerator).parameters.values() if p.kind is p.KEYWORD_ONLY]

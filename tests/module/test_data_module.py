@@ -119,7 +119,7 @@ def test_load_from_checkpoint(checkpoint: str) -> None:
     with pytest.raises(CheckpointError, match=r"only a checkpoint of TrainkitCLI names.*MyData\.load_from_checkpoint"):
         DataModule.load_from_checkpoint(checkpoint)
     with pytest.raises(UnsupportedArgumentError, match=r"load_from_checkpoint\(hparams_file=...\): pass the arguments"):
-        Named.load_from_checkpoint(checkpoint, hparams_file="hparams.yaml")
+        Named.load_from_checkpoint(checkpoint, None, "hparams.yaml")  # type: ignore[arg-type]
 
 
 def test_hyper_parameters_in_one_argument() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import pickle
 import sys
@@ -26,7 +27,9 @@ from torch import nn
 from trainkit import DataModule, Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint
+from trainkit.checkpoint.ckpt_file import write_ckpt
 from trainkit.cli.main import main
+from trainkit.console import TrainkitWarning
 from trainkit.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -151,8 +154,51 @@ def test_classes_among_the_hyper_parameters_are_omitted() -> None:
         UserWarning, match="cannot store these hyper-parameters.*: activation, options.norm. Expected plain values"
     ):
         trainer = saved(Activated(nn.Tanh, {"norm": nn.LayerNorm, "depth": 2}))
-    again = Activated.load_from_checkpoint(trainer.checkpoint_callback.last_model_path, activation=nn.Tanh)
+    path = trainer.checkpoint_callback.last_model_path
+    with pytest.warns(TrainkitWarning, match=r"be stored: options\. .*Activated\.load_from_checkpoint\(path, options=\.\.\.\)"):
+        again = Activated.load_from_checkpoint(path, activation=nn.Tanh)
     assert again.hparams == {"activation": nn.Tanh, "options": {"depth": 2}}
+    with pytest.warns(
+        TrainkitWarning, match=r"lacks hyper-parameters of Activated.*be stored: activation, options\. __init__ uses"
+    ):
+        assert Activated.load_from_checkpoint(path).hparams.activation is nn.ReLU
+    again = Activated.load_from_checkpoint(path, activation=nn.Tanh, options=None)  # warns of nothing
+    assert again.hparams == {"activation": nn.Tanh, "options": None}
+
+
+def test_hyper_parameters_that_a_run_did_not_want_to_store_are_named() -> None:
+    class Adding(TinyModule):
+        def __init__(self, activation: type = nn.ReLU, **more: Any) -> None:
+            super().__init__()
+            self.save_hyperparameters(ignore="activation")
+            self.activation = activation
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["hyper_parameters"]["activation"] = self.activation
+
+    trainer = make_trainer(enable_checkpointing=True, omit_from_checkpoint="hyper_parameters.activation")
+    trainer.fit(Adding(nn.Tanh), tiny_loader())
+    path = trainer.checkpoint_callback.last_model_path
+    with pytest.warns(TrainkitWarning, match="be stored: activation"):
+        Adding.load_from_checkpoint(path)
+    assert Adding.load_from_checkpoint(path, activation=nn.Tanh).activation is nn.Tanh
+
+
+def test_an_open_file_and_the_order_of_lightning() -> None:
+    """A project reads a file with `torch.load`, changes it, saves it to a buffer, and passes all arguments by position."""
+    module = Sized(learning_rate=0.02, width=4)
+    path = saved(module).checkpoint_callback.last_model_path
+    write_ckpt(open_checkpoint(path), Path("net.ckpt"))
+    content = torch.load("net.ckpt", weights_only=True)
+    content["state_dict"]["more"] = torch.ones(2)
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    buffer.seek(0)
+    again = Sized.load_from_checkpoint(buffer, None, None, False, learning_rate=0.5)
+    assert again.hparams == {"learning_rate": 0.5, "width": 4}
+    assert same(parameters_of(again), parameters_of(module))
+    with pytest.raises(UnsupportedArgumentError, match="hparams_file"):
+        Sized.load_from_checkpoint(path, None, "hparams.yaml")  # type: ignore[arg-type]
 
 
 class Backbone(TinyModule):
@@ -198,7 +244,7 @@ def test_what_cannot_be_stored_is_there_in_the_run_and_given_again_afterwards() 
         CheckpointError, match=r"Backbone\.load_from_checkpoint\(path, net=\.\.\., act=\.\.\., optimizer=\.\.\.\)"
     ):
         Backbone.load_from_checkpoint(path)
-    again = Backbone.load_from_checkpoint(path, **given)
+    again = Backbone.load_from_checkpoint(path, **given, config=config)
     assert again.hparams.rate == 0.25
     assert same(parameters_of(again), parameters_of(module))
     with warnings.catch_warnings():  # the warning comes only once

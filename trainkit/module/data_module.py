@@ -95,6 +95,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         cls: type[D],
         checkpoint_path: str | PathLike[str],
         map_location: Any = None,
+        hparams_file: None = None,
         *,
         trust: Iterable[str] = (),
         **overrides: Any,
@@ -104,6 +105,7 @@ class DataModule(HyperparametersMixin, DataHooks):
         Args:
             checkpoint_path: The folder of the checkpoint.
             map_location: No effect: it is for modules.
+            hparams_file: Lightning's argument, which must be `None`: pass the hyper-parameters themselves.
             trust: Packages whose classes and functions the checkpoint may name, as for a module: `["mypackage."]`.
             **overrides: Arguments of `__init__` that differ from the saved ones, or were not saved.
 
@@ -115,6 +117,8 @@ class DataModule(HyperparametersMixin, DataHooks):
         """
         from trainkit.module.from_checkpoint import Trust, build_data_module
 
+        if hparams_file is not None:
+            overrides["hparams_file"] = hparams_file
         return build_data_module(cls, checkpoint_path, Trust(trust), overrides)
 
     def on_exception(self, exception: BaseException) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import shutil
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from inspect import isclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType, SimpleNamespace, UnionType
-from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import IO, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,7 +29,7 @@ import torch
 from trainkit.checkpoint.folder import resolve_pointer
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.checkpoint.urls import remote_sync
-from trainkit.console import notice
+from trainkit.console import notice, warn
 from trainkit.errors import CheckpointError, ConfigurationError, CorruptCheckpointError, UnknownNameError, nearest
 from trainkit.module.data_module import DataModule
 from trainkit.module.hparams import HyperParameters
@@ -60,7 +61,7 @@ _FROM_CONFIG = "trainkit.cli.for_scripts.saved_arguments:module_from_config"
 
 def build_from_checkpoint(
     cls: type[T],
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | IO[bytes],
     map_location: Any,
     strict: bool | None,
     trust: Trust,
@@ -75,13 +76,13 @@ def build_from_checkpoint(
     """
     with _opened(path) as checkpoint:
         loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
-    state = loaded.state
+    state, what = loaded.state, str(path) if isinstance(path, str | os.PathLike) else "the open file"
     if "hyper_parameters" not in state:
         raise CheckpointError(
-            f"{path} was saved by a training loop of your own, not by a Trainer. Build the module yourself and load the "
+            f"{what} was saved by a training loop of your own, not by a Trainer. Build the module yourself and load the "
             "weights: Accelerator().load_state(path)"
         )
-    module = _build(cls, state, "hyper_parameters", trust, overrides, str(path))
+    module = _build(cls, state, "hyper_parameters", trust, overrides, what)
     if (configure := getattr(module, "configure_model", None)) is not None:
         configure()
         module.__dict__["_built"] = True  # a Trainer must not build it again
@@ -95,7 +96,7 @@ def build_from_checkpoint(
         state,
         loaded.manifest.aliases,
         components={"model"},
-        what=str(Path(path)),
+        what=what,
         strict=getattr(module, "strict_loading", True) if strict is None else strict,
     )
     device = _device_of(map_location)
@@ -128,8 +129,16 @@ def build_data_module(cls: type[D], path: str | os.PathLike[str], trust: Trust, 
 
 
 @contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[Checkpoint]:
-    """The checkpoint at a path, which may be that of `save_last`, or be a file: Lightning's `.ckpt`, a state dict."""
+def _opened(path: str | os.PathLike[str] | IO[bytes]) -> Iterator[Checkpoint]:
+    """The checkpoint at a path, which may be that of `save_last`, or be a file, also an open one: a `.ckpt`, a state dict."""
+    if not isinstance(path, str | os.PathLike):
+        with TemporaryDirectory(prefix="trainkit-load-") as scratch:
+            file = Path(scratch, "file.ckpt")
+            with open(file, "wb") as copy:
+                shutil.copyfileobj(path, copy)
+            with _opened(file) as checkpoint:
+                yield checkpoint
+        return
     local = local_path(path, "checkpoint_path")
     remote_sync.fetch(local)
     local = resolve_pointer(local)
@@ -197,12 +206,15 @@ def _arguments(cls: type, state: Mapping[str, Any], key: str, overrides: Mapping
         whole = config_name if config_name in accepted else None
         saved = with_attributes(_with_members(saved, cls, accepted, whole), state.get(f"{key}_attributes", ()))
     overrides = _check_overrides(overrides, cls, {**accepted, **saved}, takes_all)
+    omitted = _omitted(state, key, overrides)
     if config_name in accepted:  # save_hyperparameters(config): one argument contains all hyper-parameters
         config = {**saved, **{name: value for name, value in overrides.items() if name not in accepted}}
         others = {name: value for name, value in overrides.items() if takes_all or name in accepted}
+        _warn_of_omitted(omitted, cls, path, omitted)
         return {config_name: _container(config) if config_name in containers else HyperParameters(config), **others}
     arguments = _usable({**saved, **overrides}, cls, accepted, takes_all)
     _check_complete(arguments, accepted, cls, path)
+    _warn_of_omitted(omitted, cls, path, omitted if takes_all else accepted)
     return arguments
 
 
@@ -263,6 +275,21 @@ def _usable(arguments: Mapping[Any, Any], cls: type, accepted: Container[Any], t
     if unused:
         notice(f"ignoring hyper-parameters that {cls.__name__} does not accept: {', '.join(map(str, unused))}.")
     return {name: value for name, value in arguments.items() if isinstance(name, str) and name not in unused}
+
+
+def _omitted(state: Mapping[str, Any], key: str, overrides: Container[str]) -> list[str]:
+    """The hyper-parameters that could not be stored, or that `omit_from_checkpoint` named, and that are not passed."""
+    named = [name.removeprefix(f"{key}.") for name in state.get("omitted", ()) if name.startswith(f"{key}.")]
+    return [name for name in [*state.get(f"{key}_omitted", ()), *named] if name not in overrides]
+
+
+def _warn_of_omitted(omitted: Iterable[str], cls: type, path: str, accepted: Container[str]) -> None:
+    if names := [name for name in omitted if name in accepted]:
+        warn(
+            f"{path} lacks hyper-parameters of {cls.__name__}, completely or in part, because modules, functions, classes and "
+            f"other objects cannot be stored: {', '.join(names)}. __init__ uses its defaults for them. Pass what the run had: "
+            f"{cls.__name__}.load_from_checkpoint(path, {', '.join(f'{name}=...' for name in names)})"
+        )
 
 
 def _check_complete(arguments: Container[str], accepted: Mapping[str, inspect.Parameter], cls: type, path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -352,8 +352,9 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
     @classmethod
     def load_from_checkpoint(
         cls: type[M],
-        checkpoint_path: str | PathLike[str],
+        checkpoint_path: str | PathLike[str] | IO[bytes],
         map_location: torch.device | str | int | Mapping[str, str] | Callable[..., Any] | None = None,
+        hparams_file: None = None,
         strict: bool | None = None,
         *,
         trust: Iterable[str] = (),
@@ -365,9 +366,11 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
         function or an object is the default of `__init__` if it was that, or you pass it.
 
         Args:
-            checkpoint_path: The folder of the checkpoint; the suffix `.ckpt` of Lightning may follow.
+            checkpoint_path: The folder of the checkpoint; the suffix `.ckpt` of Lightning may follow. Or an open file of
+                Lightning or `torch.save`.
             map_location: The device to move the module to, or a dict or function as for `torch.load`, for which all tensors
                 are on the CPU. Default: the module stays where `__init__` put it.
+            hparams_file: Lightning's argument, which must be `None`: pass the hyper-parameters themselves.
             strict: A missing or unexpected name is an error. Different shapes are always one. Default: `strict_loading`.
             trust: Packages whose classes and functions the checkpoint may name, each with a dot at its end: `["mypackage."]`.
                 They are imported, and created with the saved arguments. Name a package only if you trust the checkpoint with
@@ -378,9 +381,14 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
             CheckpointError: It is missing or damaged, or an argument of `__init__` is neither saved nor passed.
             StateMismatchError: The weights do not fit.
             ConfigurationError: `trust` is no list of packages.
+
+        Warns:
+            TrainkitWarning: `__init__` uses its default for an argument whose value could not be stored.
         """
         from trainkit.module.from_checkpoint import Trust, build_from_checkpoint
 
+        if hparams_file is not None:
+            overrides["hparams_file"] = hparams_file
         return build_from_checkpoint(cls, checkpoint_path, map_location, strict, Trust(trust), overrides)
 
     def freeze(self: M) -> M:
