@@ -44,7 +44,8 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and bytes(_raw(a)) == bytes(_raw(b))
     if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        alike = same(a.ravel().tolist(), b.ravel().tolist()) if a.dtype.hasobject else a.tobytes() == b.tobytes()
+        return a.dtype == b.dtype and a.shape == b.shape and alike
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, (set, frozenset)):
@@ -176,6 +177,13 @@ def test_every_value_is_restored_unchanged(value: Any) -> None:
         torch.tensor(3.0),
         np.array(3),
         np.empty((0, 2)),
+        np.array(["PAD", 101, (1, 2), [3], None, np.int64(4), {"a": np.arange(2), 1: torch.ones(1)}], object),
+        np.array([["a", "bcd"], ["", "\ud83d"]]),
+        np.array(["a"], "U7"),
+        np.array([b"a\0b", b""]),
+        np.array("x", object),
+        np.empty((0, 3), object),
+        np.empty(0, "U5"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -355,8 +363,8 @@ class HasCode:
         (PureWindowsPath("a") if type(PurePath()) is PurePosixPath else PurePosixPath("a"), "pathlib"),
         (np.longdouble(1), "store its item()"),
         (np.datetime64("2020"), "store its item()"),
-        (np.array([object()]), "torch has no dtype for a numpy array of object"),
-        (np.array(["a"]), "<U1"),
+        (np.array([1, object()], object), "[1] cannot be stored: it is a builtins.object"),
+        (np.ma.masked_array(["a"], [True]), "MaskedArray"),
         (np.array([("a", 1)], "O,i"), "torch has no dtype"),
         (np.array([1], "datetime64[s]"), "torch has no dtype"),
         (np.array([1j]), "safetensors does not support torch.complex128"),
@@ -519,12 +527,34 @@ def refused(data: bytes, known: dict[str, Tensor] | None = None) -> str:
         ('{"$tensor": 1}', "malformed $tensor"),
         ('{"$array": "state.safetensors#half"}', "malformed $array"),
         ('{"$array": ["x"]}', "malformed $array"),
+        ('{"$elements": ["O", [2], [1]]}', "malformed $elements"),
+        ('{"$elements": ["O", [-1], [1]]}', "malformed $elements"),
+        ('{"$elements": ["O", [true], [1]]}', "malformed $elements"),
+        ('{"$elements": ["f4", [1], [1]]}', "malformed $elements"),
+        ('{"$elements": ["U1", [1], [1]]}', "malformed $elements"),
+        ('{"$elements": ["U1", [1], ["ab"]]}', "do not fit into U1"),
+        ('{"$elements": ["S1", [1], ["a"]]}', "malformed $elements"),
+        ('{"$elements": ["U99999999", [1], ["a"]]}', "do not fit into U99999999"),
+        ('{"$elements": ["O,O", [1], ["a"]]}', "malformed $elements"),
         ('{"a": NaN}', "NaN"),
         ('{"$tuple": [1], "$tuple": [2]}', "occurs more than once"),
     ],
 )
 def test_malformed_tags_are_refused(text: str, says: str) -> None:
     assert says in refused(text.encode())
+
+
+def test_an_array_that_is_mostly_padding_is_refused() -> None:
+    texts = np.zeros(20, "U4000000")
+    with pytest.raises(UnsavableError, match=r"its 320,000,000 bytes of text are more than .*store its tolist\(\)"):
+        dumps(texts, {})
+
+
+def test_an_array_that_contains_itself() -> None:
+    array = np.empty(1, object)
+    array[0] = [array]
+    with pytest.raises(UnsavableError, match=r"\[0\]\[0\] cannot be stored: it contains itself"):
+        dumps(array, {})
 
 
 def test_many_keys_with_the_same_hash_do_not_hang() -> None:

@@ -2,9 +2,10 @@
 
 Restored with the same type: `None`, bool, int, float, str, complex, bytes, bytearray, tuples, lists, sets, frozensets,
 dicts with keys of any type, `Counter`, datetime, date, timedelta, `torch.dtype`, `torch.device`, numpy scalars and
-arrays, tensors, values of types passed to `trainkit.checkpoint.register`. Restored as a plainer type: dict subclasses,
-dataclass instances and Namespace as dicts, OmegaConf containers as dicts and lists, namedtuples and `torch.Size` as tuples,
-int and str enums as their values, parameters as tensors. Anything else is an `UnsavableError` that names the path to it.
+arrays, also those of text and of objects, tensors, values of types passed to `trainkit.checkpoint.register`. Restored as a
+plainer type: dict subclasses, dataclass instances and Namespace as dicts, OmegaConf containers as dicts and lists, namedtuples
+and `torch.Size` as tuples, int and str enums as their values, parameters as tensors. Anything else is an `UnsavableError` that
+names the path to it.
 Reading creates only these types: no name in the text is ever looked up, except among the types that the running program has
 registered.
 """
@@ -76,6 +77,9 @@ _HASHABLE = (
     *(type(None), int, float, str, bytes, complex, np.generic),
     *(torch.dtype, torch.device, PurePath, datetime, date, timedelta),
 )
+# Arrays of these kinds (objects, bytes, text) have no tensor: their elements are stored one by one.
+_ELEMENT_KINDS = "OSU"
+_MOST_TEXT_BYTES = 4 * MAX_JSON_BYTES  # numpy pads each text to the longest one, so a short JSON could fill the memory
 # Types that are stored without registration, and restored with the same type.
 _STORED = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray),
@@ -263,7 +267,7 @@ class _Encoder:
         if isinstance(value, Tensor):
             return self.tag("tensor", self.tensor(value, value), depth)
         if isinstance(value, np.ndarray):
-            return self.tag("array", self.array(value), depth)
+            return self.numpy_array(value, depth)
         return self.other(value, depth)
 
     def tag(self, name: str, payload: Any, depth: int) -> dict[str, Any]:
@@ -367,9 +371,20 @@ class _Encoder:
             self._stored[id(owner)] = (f"{self._file}#{key}", owner)
         return self._stored[id(owner)][0]
 
-    def array(self, value: np.ndarray[Any, Any]) -> str:
+    def numpy_array(self, value: np.ndarray[Any, Any], depth: int) -> Any:
         if type(value) not in (np.ndarray, np.memmap):
             self.refuse(f"it is {with_article(type(value).__name__)}, a subclass of numpy.ndarray; store numpy.asarray(…)")
+        if value.dtype.kind not in _ELEMENT_KINDS:
+            return self.tag("array", self.number_array(value), depth)
+        if value.dtype.kind != "O" and value.nbytes > _MOST_TEXT_BYTES:
+            self.refuse(f"its {value.nbytes:,} bytes of text are more than {_MOST_TEXT_BYTES:,}; store its tolist()")
+        self.enter(value, depth)
+        code = value.dtype.str.lstrip("<>|")
+        payload = [code, list(value.shape), self.items(value.ravel().tolist(), depth + 2)]
+        self._parents.discard(id(value))
+        return self.tag("elements", payload, depth)
+
+    def number_array(self, value: np.ndarray[Any, Any]) -> str:
         native = np.ascontiguousarray(value, value.dtype.newbyteorder("=")).reshape(value.shape)
         if not native.flags.writeable:
             native = native.copy()  # torch warns of read-only memory
@@ -465,6 +480,7 @@ class _Decoder:
             "$array": self._array,
             "$complex": lambda v: complex(*_list(v, float, 2)),
             "$counter": lambda v: Counter(_pairs(v)),
+            "$elements": _elements,
             "$float": lambda v: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[_text(v)],
             "$frozenset": lambda v: _set(v, frozenset),
             "$int": lambda v: int(_text(v), 16),
@@ -604,6 +620,24 @@ def _scalar(value: Any) -> np.generic:
         raise TypeError(f"expected {name}, got {item!r:.40}")
     scalar: np.generic = kind(item)
     return scalar
+
+
+def _elements(value: Any) -> np.ndarray[Any, Any]:
+    """An array of objects (`"O"`), of text (`"U8"`, at most 8 characters each) or of bytes (`"S8"`)."""
+    code, shape, elements = _list(value, length=3)
+    if not re.fullmatch("O|[SU][0-9]{1,8}", _text(code)) or any(size < 0 for size in _list(shape, int)):
+        raise ValueError(f"expected a dtype such as 'U8' and a shape, got {code!r:.40} and {shape!r:.40}")
+    array: np.ndarray[Any, Any]
+    if code == "O":
+        array = np.fromiter(_list(elements), object, len(elements))
+    else:
+        dtype = np.dtype(code)
+        longest = max(map(len, _list(elements, str if code[0] == "U" else bytes)), default=0)
+        if longest > int(code[1:]) or dtype.itemsize * len(elements) > _MOST_TEXT_BYTES:
+            raise ValueError(f"{len(elements):,} elements of up to {longest:,} characters do not fit into {code}")
+        array = np.array(elements, dtype)
+    array = array.reshape(shape)
+    return array
 
 
 # Values without parts: tag → type, its payload, the value of a payload.

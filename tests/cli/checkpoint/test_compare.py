@@ -151,11 +151,13 @@ def test_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_values_with_their_types() -> None:
     first = {
         "same": [1, (2.0, NAN)], "zero": 0.0, "kind": 1, "tuple": (1,), "gone": 1, 7: "x", "t": torch.ones(2), "a": np.ones(2),
-        "list": [1, 2], "z": complex(0.0, -0.0), "np": np.float32(1.0),
+        "list": [1, 2], "z": complex(0.0, -0.0), "np": np.float32(1.0), "text": np.array(["a", "b"]), "wide": np.array(["a"]),
+        "objects": np.array([1, "a"], object), "more": np.ones(2),
     }  # fmt: skip
     second = {
         "same": [1, (2.0, NAN)], "zero": -0.0, "kind": True, "tuple": [1], "new": 2, 7: "y", "t": torch.zeros(2),
-        "a": np.zeros(2), "list": [1, 3, 4], "z": complex(0.0, 0.0), "np": np.float32(1.0),
+        "a": np.zeros(2), "list": [1, 3, 4], "z": complex(0.0, 0.0), "np": np.float32(1.0), "text": np.array(["a", "c"]),
+        "wide": np.array(["ab"]), "objects": np.array([1, "a"], object), "more": np.ones(2, np.int64),
     }  # fmt: skip
     assert dict(compare_values(first, second, "s")) == {
         "s['zero']": "0.0 and -0.0",
@@ -169,4 +171,7 @@ def test_values_with_their_types() -> None:
         "s['list']": "2 items and 3 items",
         "s['list'][1]": "2 and 3",
         "s['z']": "-0j and 0j",
+        "s['text'][1]": "'b' and 'c'",
+        "s['wide']": "array <U1 [1] ['a'] and array <U2 [1] ['ab']",
+        "s['more']": "array float64 [2] [1.0, 1.0] and array int64 [2] [1, 1]",
     }

@@ -174,7 +174,7 @@ def compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, st
         if (text := compare_tensors(first, second)) is not None:
             yield path, text
     elif isinstance(first, np.ndarray):
-        yield from compare_values(torch.from_numpy(first), torch.from_numpy(second), path)
+        yield from _compare_arrays(first, second, path)
     elif isinstance(first, Mapping):
         for key in {**first, **second}:
             yield from compare_values(first.get(key, _ABSENT), second.get(key, _ABSENT), f"{path}[{key!r}]")
@@ -185,6 +185,15 @@ def compare_values(first: Any, second: Any, path: str) -> Iterator[tuple[str, st
             yield from compare_values(one, other, f"{path}[{index}]")
     elif not _same(first, second):
         yield path, f"{short(first)} and {short(second)}"
+
+
+def _compare_arrays(first: Any, second: Any, path: str) -> Iterator[tuple[str, str]]:
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        yield path, f"{short(first)} and {short(second)}"
+    elif first.dtype.kind in "OSU":
+        yield from compare_values(first.ravel().tolist(), second.ravel().tolist(), path)
+    else:
+        yield from compare_values(torch.from_numpy(first), torch.from_numpy(second), path)
 
 
 def _same(first: Any, second: Any) -> bool:
