@@ -550,12 +550,12 @@ class CheckpointHistory(Checkpoint):
         If it cannot be written, that of a checkpoint which had this name before is removed: it has other weights.
         """
         try:
-            omitted = write_ckpt(open_checkpoint(path), file_of(path))
+            notes = write_ckpt(open_checkpoint(path), file_of(path))
         except BaseException:
             remove_file_of(path)
             raise
-        for text in omitted:
-            self._notice_once(f"ModelCheckpoint(also='ckpt'): omitted from {file_of(path).name}: {text}", about=text)
+        for text in notes:
+            self._notice_once(f"ModelCheckpoint(also='ckpt'): {file_of(path).name}: {text}", about=text)
 
     def _write_missing_files(self) -> None:
         """Write the files that paths name and that are missing.

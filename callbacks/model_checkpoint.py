@@ -94,8 +94,9 @@ class ModelCheckpoint(CheckpointHistory):
         also: `"ckpt"`: keep a file `<filename>.ckpt` next to each checkpoint, for programs that read weights with
             `torch.load(path)["state_dict"]`: Lightning's keys, without optimizers. It is written when the checkpoint is
             complete, and removed with it; with `save_last`, `last.ckpt` is a link to the newest. Wherever trainkit is given the
-            file, it uses the folder. None: `"ckpt"` where `import lightning` gives trainkit's names, and there the paths of the
-            callback name the files; else False.
+            file, it uses the folder. In the file a numpy array is a tensor or a list, and a notice says so, unless the program
+            has called `torch.serialization.add_safe_globals` with what the notice names. None: `"ckpt"` where
+            `import lightning` gives trainkit's names, and there the paths of the callback name the files; else False.
 
     Attributes:
         current_score: The value of `monitor` that ranks the newest; None if it is not ranked.

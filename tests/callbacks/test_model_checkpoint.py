@@ -704,7 +704,7 @@ def test_one_that_cannot_be_deleted_or_pointed_to_does_not_undo_the_save(begin, 
 def test_a_file_of_another_program_takes_its_name(begin, run_dir, caplog, monkeypatch) -> None:
     """Paths that name files never name it, whatever says that names are used again."""
     caplog.set_level("INFO", "trainkit")
-    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda *args: ({}, []))
     (run_dir / "c").mkdir()
     (run_dir / "c" / "best.ckpt").write_bytes(b"of another program")
     for counter in (True, False):
@@ -719,7 +719,7 @@ def test_a_file_of_another_program_takes_its_name(begin, run_dir, caplog, monkey
 def test_a_file_that_cannot_be_written_stops_nothing_else(begin, run_dir, caplog, monkeypatch) -> None:
     """What is outdated is still removed, such as on a full disk; nor does an older file of the same name stay."""
     caplog.set_level("INFO", "trainkit")
-    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda *args: ({}, []))
     run = begin(ModelCheckpoint("c", filename="model", also="ckpt", save_last=True))
     run.epoch()
     assert run.names == ["last", "last.ckpt", "model", "model.ckpt"]
@@ -740,7 +740,7 @@ def test_a_file_that_cannot_be_written_stops_nothing_else(begin, run_dir, caplog
 def test_a_file_is_written_when_there_is_room(begin, run_dir, caplog, monkeypatch) -> None:
     """On a full disk, after what is outdated was removed."""
     caplog.set_level("INFO", "trainkit")
-    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda *args: ({}, []))
     run = begin(ModelCheckpoint("c", also="ckpt", save_last=True, keep_last=1))
     run.epoch()
 
@@ -758,7 +758,7 @@ def test_a_file_is_written_when_there_is_room(begin, run_dir, caplog, monkeypatc
 
 def test_last_of_another_program_is_kept_and_named_once(begin, run_dir, caplog, monkeypatch) -> None:
     caplog.set_level("INFO", "trainkit")
-    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda checkpoint: ({}, []))
+    monkeypatch.setattr("trainkit.checkpoint.ckpt_file.lightning_form", lambda *args: ({}, []))
     (run_dir / "c").mkdir()
     (run_dir / "c" / "last.ckpt").write_bytes(b"of another program")
     run = begin(ModelCheckpoint("c", also="ckpt", save_last=True))

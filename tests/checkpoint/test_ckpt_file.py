@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.runs.tiny import TinyModule, tiny_loader
@@ -67,7 +68,8 @@ def test_the_content(saved: Configured) -> None:
         "pytorch-lightning_version": "2.6.6",
         "vocabulary": {"size": 7},
     }
-    assert [text.partition(" cannot")[0] for text in omitted] == ["hyper_parameters['root']", "checkpoint['words']"]
+    found_in = [text.partition(" cannot")[0] for text in omitted]
+    assert found_in == ["omitted: hyper_parameters['root']", "omitted: checkpoint['words']"]
 
 
 def test_the_folder_stands_for_its_file(saved: Configured) -> None:
@@ -154,3 +156,54 @@ def test_other_content_does_not_stand_for_the_folder(saved: Configured) -> None:
     write_ckpt(checkpoint, FILE, {**content, "state_dict": {}})
     assert checkpoint_of(FILE) is None
     write_ckpt(checkpoint, FILE)  # it may be replaced
+
+
+class OfItems(TinyModule):
+    def __init__(self, items: Any, weights: Any) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_arrays_in_hyper_parameters() -> None:
+    """The folder gives them back as they are; its file has what `torch.load(weights_only=True)` reads, and says so."""
+    items, weights = np.array(["PAD", 101], object), np.array([0.5, 0.25])
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(OfItems(items, weights), tiny_loader())
+    trainer.save_checkpoint(FOLDER)
+    loaded = OfItems.load_from_checkpoint(FOLDER).hparams
+    assert (loaded["items"].dtype, loaded["items"].tolist()) == (items.dtype, items.tolist())
+    assert (loaded["weights"].dtype, loaded["weights"].tolist()) == (weights.dtype, weights.tolist())
+
+    notes = write_ckpt(open_checkpoint(FOLDER), FILE)
+    found = torch.load(FILE, weights_only=True)["hyper_parameters"]
+    assert found["items"] == ["PAD", 101]
+    assert torch.equal(found["weights"], torch.tensor([0.5, 0.25], dtype=torch.float64))
+    starts = [text.partition(":")[0] for text in notes]
+    assert starts == [
+        f"hyper_parameters['{n}'] is stored as a {kind}" for n, kind in (("items", "list"), ("weights", "tensor"))
+    ]
+
+
+class WithAdam(TinyModule):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+@pytest.mark.parametrize("steps, epochs", [(8, (2, 2)), (6, (1, 2))])
+def test_a_file_that_a_run_resumes_from(steps: int, epochs: tuple[int, int]) -> None:
+    """Its optimizer states are those of torch, and it says whether an epoch has begun."""
+    trainer = make_trainer(max_epochs=2, max_steps=steps)
+    module = WithAdam()
+    trainer.fit(module, tiny_loader())
+    trainer.save_checkpoint(FOLDER)
+    write_ckpt(open_checkpoint(FOLDER), FILE, resumable=True)
+    found = torch.load(FILE, weights_only=True)
+    (state,) = found["optimizer_states"]
+    (group,) = state["param_groups"]
+    assert group.pop("param_names") == [name for name, _ in module.named_parameters()]
+    expected = trainer.optimizers[0].state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert state["state"].keys() == expected["state"].keys() == {0, 1}
+    assert all(same(state["state"][number], slots) for number, slots in expected["state"].items())
+    current = found["loops"]["fit_loop"]["epoch_progress"]["current"]
+    assert (current["completed"], current["ready"]) == epochs

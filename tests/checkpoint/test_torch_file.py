@@ -7,6 +7,7 @@ import os
 import zipfile
 from collections import OrderedDict, namedtuple
 from enum import Enum
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from helpers.runs.trainers import same
 from torch import nn
 
 from trainkit.checkpoint.plain_files import write_object
-from trainkit.checkpoint.torch_file import is_torch_file, load, note_in, write_torch_file
+from trainkit.checkpoint.torch_file import is_torch_file, load, note_in, plain, write_torch_file
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointWriteError, ConfigurationError, CorruptCheckpointError, UnsavableError
 
@@ -35,7 +36,7 @@ def again(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "value, plain",
+    "value, stored",
     [
         ({"a": [1, 2.5, True, None, "x", b"y", (1, (2,))], 3: {"b": {}}}, None),
         (OrderedDict(a=Pair(1, torch.Size([2, 3]))), {"a": (1, (2, 3))}),
@@ -46,8 +47,8 @@ def again(value: Any) -> Any:
     ],
     ids=str,
 )
-def test_values(value: Any, plain: Any) -> None:
-    found, expected = again(value), value if plain is None else plain
+def test_values(value: Any, stored: Any) -> None:
+    found, expected = again(value), value if stored is None else stored
     assert repr(found) == repr(expected)  # as NaN is not equal to itself, and True is equal to 1
 
 
@@ -76,7 +77,10 @@ def test_tensors() -> None:
     [
         ({"a": [nn.Linear(1, 1)]}, r"object\['a'\]\[0\] cannot be stored in torch's format: it is a Linear.*state_dict"),
         ({"a": {1, 2}}, r"object\['a'\] .*it is a set"),
-        ({"a": np.arange(3)}, r"object\['a'\] .*it is a ndarray"),
+        ({"a": np.arange(3)}, r"object\['a'\] .*add_safe_globals\(\[numpy.*Int64DType\]\).*store torch.from_numpy\(array\)"),
+        ([np.array(["a", 1], object)], r"object\[0\] .*ObjectDType\]\). Fix: call that before you save, or store tolist"),
+        (np.array(["2020"], "datetime64[D]"), "object .*it is a ndarray"),
+        ({(1, "a"): np.array([nn.Linear(1, 1)])}, "object.*cannot be stored"),
         ({"a": torch.device("cpu")}, r"object\['a'\] .*it is a device"),
         ({"f": len}, r"object\['f'\] .*it is a builtin_function_or_method"),
         (torch.empty(2, device="meta"), "on the meta device"),
@@ -88,6 +92,39 @@ def test_nothing_else_is_stored(value: Any, said: str) -> None:
     with pytest.raises(UnsavableError, match=said):
         write_torch_file(FILE, value)
     assert torch.load(FILE, weights_only=True) == 1, "an existing file is unchanged"
+
+
+ARRAYS = {
+    "numbers": np.arange(6.0).reshape(2, 3),
+    "texts": np.array([["a", "bc"]]),
+    "objects": np.array(["PAD", 101, (1, [2])], object),
+}
+
+
+def test_arrays_that_the_program_calls_safe_stay_arrays() -> None:
+    """What the error names is what `torch.load(weights_only=True)` needs, and no more is stored than that."""
+    names = set[Any]()
+    for array in ARRAYS.values():
+        with pytest.raises(UnsavableError) as found:
+            write_torch_file(FILE, array)
+        listed = str(found.value).partition("add_safe_globals([")[2].partition("])")[0].split(", ")
+        names |= {attrgetter(name.removeprefix("numpy."))(np) for name in listed}
+    with torch.serialization.safe_globals([*names]):
+        found_arrays = again(ARRAYS)
+        with pytest.raises(UnsavableError, match=r"object\[1\] cannot be stored in torch's format: it is a Linear"):
+            write_torch_file(FILE, np.array([1, nn.Linear(1, 1)], object))
+    assert found_arrays.keys() == ARRAYS.keys()
+    for name, array in ARRAYS.items():
+        assert (found_arrays[name].dtype, found_arrays[name].tolist()) == (array.dtype, array.tolist())
+
+
+def test_other_arrays_are_replaced_on_request() -> None:
+    replaced: list[str] = []
+    found = plain(ARRAYS, "saved", replaced)
+    assert torch.equal(found.pop("numbers"), torch.arange(6.0, dtype=torch.float64).view(2, 3))
+    assert found == {"texts": [["a", "bc"]], "objects": ["PAD", 101, (1, [2])]}
+    kinds = {"numbers": "tensor", "texts": "list", "objects": "list"}
+    assert [text.partition(":")[0] for text in replaced] == [f"saved['{n}'] is stored as a {k}" for n, k in kinds.items()]
 
 
 def test_a_value_in_itself_is_refused() -> None:

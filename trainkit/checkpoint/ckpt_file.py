@@ -5,6 +5,7 @@ The file contains the digest of the checkpoint that it was made of, so that trai
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.commit import replacing
-from trainkit.checkpoint.manifest import TORCH_SUFFIXES, checkpoint_identity, is_checkpoint
-from trainkit.checkpoint.reader import Checkpoint
+from trainkit.checkpoint.manifest import TORCH_SUFFIXES, Manifest, checkpoint_identity, is_checkpoint
+from trainkit.checkpoint.reader import Checkpoint, LoadedCheckpoint
 from trainkit.checkpoint.torch_file import note_in, plain, write_torch_file
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.errors import CheckpointWriteError, UnsavableError
@@ -96,26 +97,29 @@ def own_folder(file: Path) -> Path:
     return file.with_name(f"{file.name}.folder")
 
 
-def write_ckpt(checkpoint: Checkpoint, file: Path, changed: Mapping[str, Any] | None = None) -> list[str]:
+def write_ckpt(
+    checkpoint: Checkpoint, file: Path, changed: Mapping[str, Any] | None = None, *, resumable: bool = False
+) -> list[str]:
     """Write the file of a checkpoint, atomically. An empty file, or one that was made of a checkpoint, is replaced.
 
     Args:
         checkpoint: The checkpoint.
         file: The file.
         changed: Other content than `lightning_form`. The file does not stand for the checkpoint then.
+        resumable: The checkpoint will not be kept: the file also has the state of optimizers and schedules.
 
     Returns:
-        What was omitted, with the reason.
+        What is not in it, or has another type there, with the reason.
 
     Raises:
         CheckpointWriteError: It cannot be written, or another file has its name.
         CheckpointError: The checkpoint is damaged.
     """
     check_replaceable(file)
-    content, omitted = lightning_form(checkpoint) if changed is None else (changed, [])
+    content, notes = lightning_form(checkpoint, resumable) if changed is None else (changed, [])
     write_torch_file(file, content, note=_note(checkpoint.identity if changed is None else b""))
     remote_sync.note_change(file)
-    return omitted
+    return notes
 
 
 def link_last(file: Path) -> None:
@@ -175,21 +179,24 @@ def _is_taken(file: Path) -> bool:
     return os.path.lexists(file) or file.name in remote_sync.names(file.parent)
 
 
-def lightning_form(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
-    """The weights and hyper-parameters of a checkpoint as Lightning names them, and what is omitted, with the reason.
+def lightning_form(checkpoint: Checkpoint, resumable: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """The weights and hyper-parameters of a checkpoint as Lightning names them, and notes on what is omitted or changed.
 
-    What `on_save_checkpoint` of a module or callback added is there, too, under its own key.
+    What `on_save_checkpoint` of a module or callback added is there, too, under its own key; with `resumable` also the state of
+    optimizers and schedules, if the checkpoint has it.
     """
-    loaded = checkpoint.read({"model", "state"}, mapped=True, unregistered=True)
-    state, manifest, omitted = loaded.state, loaded.manifest, []
+    stems = {"model", "state", "optimizer"} if resumable else {"model", "state"}
+    loaded = checkpoint.read(stems, mapped=True, unregistered=True)
+    state, manifest = loaded.state, loaded.manifest
+    notes: list[str] = []
 
     def kept(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         known = {}
         for name, value in values.items():
             try:
-                known[name] = plain(value, f"{where}[{name!r}]")
+                known[name] = plain(value, f"{where}[{name!r}]", notes)
             except UnsavableError as error:
-                omitted.append(str(error).partition(". ")[0])
+                notes.append(f"omitted: {str(error).partition('. ')[0]}")
         return known
 
     content = {
@@ -201,8 +208,55 @@ def lightning_form(checkpoint: Checkpoint) -> tuple[dict[str, Any], list[str]]:
     }
     if name := state.get("hyper_parameters_name"):
         content["hparams_name"] = name
+    if resumable and "optimizers" in state:
+        content["loops"] = {"fit_loop": _epoch_progress(manifest)}
+        if all(map(_has_plain_slots, state["optimizers"])):
+            content |= kept({"optimizer_states": _optimizer_states(loaded), "lr_schedulers": _schedules(state)}, "checkpoint")
+        else:
+            notes.append("omitted: the state of the optimizer, which has lists, quantized tensors or a form of its own")
     added = {name: value for name, value in (state.get("user") or {}).items() if name not in {*_NOT_OF_HOOKS, *content}}
-    return {**kept(added, "checkpoint"), **content}, omitted
+    return {**kept(added, "checkpoint"), **content}, notes
+
+
+def _epoch_progress(manifest: Manifest) -> dict[str, Any]:
+    """How many epochs have begun and ended, as Lightning counts them."""
+    begun = manifest.epoch + bool(manifest.position.get("batches"))
+    return {
+        "epoch_progress": {"current": {"ready": begun, "completed": manifest.epoch}},
+        "epoch_loop.batch_progress": {"is_last_batch": bool(manifest.position.get("complete"))},
+    }
+
+
+def _has_plain_slots(saved: Mapping[str, Any]) -> bool:
+    """Whether the state of an optimizer consists of numbers and tensors for each parameter."""
+    if "opaque" in saved or saved["entries"]:
+        return False
+    return all(slots.keys() <= {"values", "irregular"} for slots in saved["state"].values())
+
+
+def _optimizer_states(loaded: LoadedCheckpoint) -> list[Any]:
+    """The state of each optimizer in the form of torch's `state_dict()`."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for key, tensor in loaded.tensors.get("optimizer", {}).items():
+        owner, _, slot = key.rpartition("/")
+        tensors.setdefault(owner, {})[slot] = tensor
+    states = []
+    for index, saved in enumerate(loaded.state["optimizers"]):
+        groups: list[Any] = []
+        state: dict[int, Any] = {}
+        numbers = itertools.count()
+        for group in saved["groups"]:
+            numbered = {name: next(numbers) for name in group["parameters"]}
+            groups.append({**group["options"], "params": [*numbered.values()], "param_names": [*numbered]})
+            for name, slots in saved["state"].items():
+                if name in numbered:
+                    state[numbered[name]] = {**slots.get("values", {}), **tensors.get(f"{index}/{name}", {})}
+        states.append({"state": state, "param_groups": groups, **saved["more"]})
+    return states
+
+
+def _schedules(state: Mapping[str, Any]) -> list[Any]:
+    return [saved["state"] for saved in state["schedulers"]]
 
 
 def _note(identity: bytes) -> str:

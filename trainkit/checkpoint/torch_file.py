@@ -30,12 +30,14 @@ from trainkit.distributed.requested_devices import find_device
 from trainkit.errors import CheckpointWriteError, CorruptCheckpointError, UnsavableError
 from trainkit.nested import map_tensors
 from trainkit.paths import local_path
-from trainkit.tagged_json.codec import MAX_DEPTH, Unregistered
+from trainkit.tagged_json.codec import MAX_DEPTH, Unregistered, qualified_name
 from trainkit.tagged_json.tensors import tensor_problem
 
 __all__ = ["is_torch_file", "load", "note_in", "plain", "read_torch_files", "write_torch_file"]
 
 _SCALARS: tuple[type[Any], ...] = (str, bytes, bool, int, float, type(None))
+_ARRAY_KINDS = "biufcOSU"  # arrays of numbers, objects and text
+_RECONSTRUCT = np.empty(0).__reduce__()[0]  # what numpy calls to read any array
 
 
 def write_torch_file(path: Path, value: Any, *, note: str = "") -> None:
@@ -84,24 +86,30 @@ def note_in(path: Path) -> str:
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str, replaced: list[str] | None = None) -> Any:
     """A value of tensors, dict, list, tuple, str, bytes, int, float, bool, None and dtypes, as `write_torch_file` stores it.
 
     Mappings become dicts, named tuples tuples, numpy's numbers Python's, and members of an enumeration of numbers or texts
     their values. Containers are copied, tensors only if they are not on the CPU or are a part of a larger one.
 
+    A numpy array stays one where `torch.load(weights_only=True)` reads it: after `torch.serialization.add_safe_globals` with
+    what the error names.
+
     Args:
         value: The value.
         where: Its name for messages.
+        replaced: If it is given, any other array of numbers becomes a tensor, one of text or objects a list, and the reason is
+            added here.
 
     Raises:
         UnsavableError: Something in it has another type; names the path to it.
     """
-    return _PlainCopy().plain_of(value, where, 0)
+    return _PlainCopy(replaced).plain_of(value, where, 0)
 
 
 class _PlainCopy:
-    def __init__(self) -> None:
+    def __init__(self, replaced: list[str] | None) -> None:
+        self._replaced = replaced
         self._tensors: dict[Any, tuple[Tensor, Tensor]] = {}  # the first one is kept, so that no other has its address
 
     def plain_of(self, value: Any, where: str, depth: int) -> Any:
@@ -109,6 +117,8 @@ class _PlainCopy:
             raise UnsavableError(f"{where:.200} cannot be stored: expected at most {MAX_DEPTH} levels of containers")
         if isinstance(value, Tensor):
             return self._tensor(value, where)
+        if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
+            return self._array(np.asarray(value), where, depth)
         value = _plainer(value)
         if isinstance(value, Mapping):
             return {
@@ -131,9 +141,30 @@ class _PlainCopy:
             "state_dict(), or save to a name with another ending, such as .json"
         )
 
+    def _array(self, array: np.ndarray[Any, Any], where: str, depth: int) -> Any:
+        needed: list[Any] = [_RECONSTRUCT, np.ndarray, np.dtype, type(array.dtype)]
+        declared = torch.serialization.get_safe_globals()  # noqa: TID251 - what the user calls safe to read
+        if {*needed} <= {one[0] if isinstance(one, tuple) else one for one in declared}:
+            if array.dtype.kind != "O":
+                return array
+            elements = self.plain_of(array.ravel().tolist(), where, depth)
+            return np.fromiter(elements, object, len(elements)).reshape(array.shape)
+        reason = (
+            "torch.load(weights_only=True) reads a numpy array only in a program that has called "
+            f"torch.serialization.add_safe_globals([{', '.join(map(qualified_name, needed))}])"
+        )
+        kind, fix = ("list", "tolist()") if array.dtype.kind in "OSU" else ("tensor", "torch.from_numpy(array)")
+        if self._replaced is None:
+            raise UnsavableError(
+                f"{where} cannot be stored in torch's format: {reason}. Fix: call that before you save, or store {fix}"
+            )
+        values = self.plain_of(array.tolist() if kind == "list" else torch.from_numpy(array), where, depth)
+        self._replaced.append(f"{where} is stored as a {kind}: {reason}. Fix: call that before training, if you need an array")
+        return values
+
     def _key(self, key: Any, where: str, depth: int) -> Any:
         found = self.plain_of(key, f"a key of {where}", depth + 1)
-        if isinstance(found, Tensor | dict | list):
+        if isinstance(found, Tensor | dict | list | np.ndarray):
             raise UnsavableError(
                 f"a key of {where} cannot be stored in torch's format: {key!r:.80}. Fix: use a text or a number"
             )

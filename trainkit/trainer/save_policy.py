@@ -402,7 +402,7 @@ class SavePolicy:
     def save_to(self, path: Path, *, weights_only: bool, blocking: bool) -> None:
         """Save to a path of the user's; a checkpoint that is there is replaced once the new one is complete.
 
-        An empty file at the path becomes a file with the weights.
+        An empty file at the path becomes a `.ckpt` with all that Lightning needs to resume.
 
         Raises:
             CheckpointError: something else is at `path`; or `blocking`, and it cannot be written.
@@ -537,11 +537,11 @@ def _write_file(written: CommitResult, file: Path, keep: bool) -> None:
     if written.kept is not None:
         file = file.with_name(f"{file.stem}{NONFINITE}{file.suffix}")
     try:
-        omitted = write_ckpt(open_checkpoint(written.path), file)
+        notes = write_ckpt(open_checkpoint(written.path), file, resumable=not keep)
     except CheckpointWriteError as error:
         raise CheckpointWriteError(f"{error} {written.path} is complete." if keep else str(error)) from error
     finally:
         if not keep:
             remove(written.path)
-    if omitted:
-        notice(f"omitted from {file}: {'; '.join(omitted)}")
+    if notes:
+        notice(f"{file}: {'; '.join(notes)}")

@@ -168,8 +168,7 @@ def export_file(
     """
     target = Path(os.path.abspath(local_path(out, "OUT")))
     checkpoint = open_checkpoint(path)
-    content, omitted = lightning_form(checkpoint)
-    notes = [f"omitted: {text}" for text in omitted]
+    content, notes = lightning_form(checkpoint)
     if attribute is not None:
         module = read_module(checkpoint, attribute)
         content["state_dict"] = {**module.tensors, **{one: module.tensors[stored] for one, stored in module.aliases.items()}}
