@@ -131,7 +131,9 @@ def test_folders_are_created_and_files_replaced() -> None:
     write_object(Path("a/b/c.json"), {"x": torch.ones(1)})
     write_object(Path("a/b/c.json"), 2)
     assert load("a/b/c.json") == 2
-    Path("a/b/.c.json.tmp").write_text("left by a kill")
+    left = Path("a/b/.c.json.tmp-0123")
+    left.write_text("left by a kill")
+    os.utime(left, (1, 1))
     write_object(Path("a/b/c.json"), 3)
     assert (load("a/b/c.json"), os.listdir("a/b")) == (3, ["c.json"])
 
@@ -189,7 +191,9 @@ def test_a_kill_leaves_the_old_or_the_new_file() -> None:
         assert status == (signal.SIGKILL if survived < 2 else 0)
         values.append(float(load(FILE)["x"].unique()))
     assert values == [0.0, 0.0, 1.0]
-    assert os.listdir() == ["object"] or sorted(os.listdir()) == ["answer.json", "object"]
+    left = {name for name in os.listdir() if name.startswith(".object.tmp-")}  # of the two kills; a later save removes them
+    assert len(left) <= 2
+    assert set(os.listdir()) - left <= {"answer.json", "object"}
 
 
 @pytest.mark.parametrize(
