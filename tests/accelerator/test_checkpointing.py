@@ -562,7 +562,9 @@ def test_the_part_needs_no_accelerator() -> None:
         made.register(counter)
         accumulation = AccumulationState(1, lambda micro: None)
         accumulation.restore_counts([(0, updates)])
-        loop = SimpleNamespace(updates=updates, seed=1, accumulation=accumulation, open_loaders=SimpleNamespace())
+        loop = SimpleNamespace(
+            updates=updates, seed=1, accumulation=accumulation, open_loaders=SimpleNamespace(note_load=lambda *_: None)
+        )
         return made, model, counter, loop
 
     first, _, _, loop = part(5)

@@ -265,9 +265,9 @@ def test_batches_that_are_read_ahead_are_reported() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, loader = accelerator.prepare(nn.Linear(2, 1), DataLoader(torch.ones(8, 2), batch_size=2))
     batches = iter(loader)
-    first, _ = next(batches), next(batches)
+    first, _, _ = (next(batches) for _ in range(3))
     with pytest.raises(
-        ConfigurationError, match=r"2 batches have been read since .*skip_first.*backward\(loss, weight=count\)"
+        ConfigurationError, match=r"3 batches have been read since .*skip_first.*backward\(loss, weight=count\)"
     ):
         accelerator.accumulate(model)
     assert len(first) == 2

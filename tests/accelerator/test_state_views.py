@@ -125,8 +125,9 @@ def test_a_state_of_a_window_that_is_unknown() -> None:
         with pytest.raises(DataError, match="the loader has no certain length, so its last batch is not known before"):
             _ = accelerator.gradient_state.end_of_dataloader
         assert accelerator.gradient_state.remainder == -1
-    with pytest.raises(AttributeError, match=r"no '_set_sync_gradients'\. Write accelerator\.accumulate\(model\)"):
-        accelerator.gradient_state._set_sync_gradients(True)
+    accelerator.gradient_state._set_sync_gradients(True)
+    with pytest.raises(ConfigurationError, match=r"\(False\): this batch is the last one of its .* step is due\. .*Remove the"):
+        accelerator.gradient_state._set_sync_gradients(False)
     with pytest.raises(AttributeError, match=r"no 'num_step'\. Did you mean 'num_steps'\?"):
         _ = accelerator.gradient_state.num_step
     with pytest.raises(UnsupportedArgumentError, match=r"Accelerator\(gradient_accumulation_plugin=\.\.\.\), and read"):

@@ -683,6 +683,9 @@ class Accelerator:
         counts as much as the batch, and a window has `gradient_accumulation_steps` calls. All processes must make the same
         number of calls. With a loader that was not prepared, it counts the calls for the same models.
 
+        If all batches of an optimizer step are read before the first call, to count what is in them, the calls are for these
+        batches in their order. The loop divides its losses itself, so each counts the same, as in Accelerate.
+
         Args:
             *models: The models that are called in it, as `prepare` returned them.
 
@@ -692,8 +695,10 @@ class Accelerator:
         for model in models:
             if id(model) not in self._models.returned and self.accumulation.own_loop:
                 self._models.check("accumulate", model)
-        self.open_loaders.working()
+        self.open_loaders.accumulating()
         self.accumulation.call(models, self.open_loaders.place(), self.open_loaders.remaining)
+        if self.accumulation.ahead and self.open_loaders.weighs_equally():
+            self.accumulation.count_equally()
         self.accumulation.start_body()
         return _NULL
 

@@ -399,6 +399,8 @@ class Checkpointing:
             "windows": loop.accumulation.counts(),
             "registered": [thing.state_dict() for thing in self.registered],
         }
+        if ahead := [n for n, loader in enumerate(self._prepared.loaders) if loader in loop.open_loaders.read_ahead]:
+            state["read_ahead"] = ahead
 
         def count() -> int:
             return next_counter(path.absolute().parent, self.run_id) if world.is_main else 0
@@ -456,7 +458,7 @@ class Checkpointing:
         if "registered" in parts:
             for thing, saved in zip(self.registered, state.get("registered") or [], strict=True):
                 thing.load_state_dict(saved)
-        loop.open_loaders.loaded = True
+        loop.open_loaders.note_load([loader for loader, _ in loaders], state.get("read_ahead", []))
         _report_restored(path, manifest.step, parts)
         if text := describe_move(self._strategy, manifest):
             notice(text)

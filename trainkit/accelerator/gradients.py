@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -66,6 +67,8 @@ class Snapshot(NamedTuple):
     arrived: MicroBatch | None
     arrival: int
     window: CallWindow | None
+    ahead: int
+    queue: tuple[MicroBatch, ...]
 
 
 class CallWindow:
@@ -209,6 +212,8 @@ class AccumulationState:
         entered: Number of micro-batches that `accumulate` has entered.
         open: Number of micro-batches in the open window; 0: none is open. A window stays open when the loop leaves an epoch,
             and the next epoch completes it.
+        ahead: Number of micro-batches that the loop read before `accumulate` entered the first of them; 0: it reads one by one.
+        queue: Those of them that `accumulate` has not entered.
         fresh: There has been no backward pass for the current micro-batch.
         by_hand: The loop calls `backward` outside of `accumulate`; `None`: unknown yet.
         worked: Number of micro-batches so far.
@@ -241,6 +246,8 @@ class AccumulationState:
         self._scale = 1.0
         self._part = 0.0
         self._next = (0, 0, 0)
+        self.ahead = 0
+        self.queue: deque[MicroBatch] = deque()
         self.pending: MicroBatch | None = None
         self._planned = self.current
         self.fresh = True
@@ -282,11 +289,25 @@ class AccumulationState:
         entry = micro.entry
         assert entry is not None
         alone = self.open == 0
+        self.ahead = 0
+        self.queue.clear()
         self.pending = micro
         self.fresh = True
         self.begin(micro._replace(first=alone, last=alone, share=entry.alone / self.size, empty=entry.whole <= 0.0))
         self._arrivals += 1
         self.arrived = micro._replace(batch=None)
+        self._arrival = self._arrivals
+
+    def line_up(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """The loop has read all micro-batches of a window: `accumulate` enters them in this order."""
+        self.ahead = len(micro_batches)
+        self.queue.extend(micro_batches)
+        self._take_next()
+
+    def _take_next(self) -> None:
+        """The next micro-batch that was read ahead is pending."""
+        self.pending = self.arrived = self.queue.popleft()
+        self._arrivals += 1
         self._arrival = self._arrivals
 
     def enter(self, loader: int) -> None:
@@ -327,6 +348,14 @@ class AccumulationState:
         window = self._windows.get(self.key)
         if window is None:
             window = self._windows[self.key] = self._new_window(models)
+        if self.ahead and window.arrival == self._arrival:
+            if not self.queue:
+                raise ConfigurationError(
+                    f"accumulate() was called more often than for the {self.ahead} batches that have been read ahead of it, so "
+                    "it is unclear which of them the loss belongs to. Call it once for each batch, in the order in which they "
+                    "were read."
+                )
+            self._take_next()
         if self.arrived is None:
             self.window = None
             if place is None and not self.delivered:
@@ -462,11 +491,15 @@ class AccumulationState:
     def snapshot(self) -> Snapshot:
         """The state to which `restore` returns."""
         current = self.current._replace(batch=None)
-        return Snapshot(current, self.pending, self.delivered, self._planned, self.arrived, self._arrival, self.window)
+        places = self.pending, self.delivered, self._planned, self.arrived, self._arrival, self.window
+        return Snapshot(current, *places, self.ahead, tuple(self.queue))
 
     def restore(self, snapshot: Snapshot) -> None:
         """The micro-batch that was current at the snapshot is current again."""
-        current, self.pending, self.delivered, self._planned, self.arrived, self._arrival, self.window = snapshot
+        current, self.pending, self.delivered, self._planned, self.arrived, self._arrival, self.window, self.ahead, queue = (
+            snapshot
+        )
+        self.queue = deque(queue)
         self._set_current(current)
 
     @contextmanager

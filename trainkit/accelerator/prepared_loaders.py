@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from trainkit.accelerator.gradients import AccumulationState, CallWindow, Place, Snapshot
 from trainkit.checks import whole_number
-from trainkit.console import warn, with_article
+from trainkit.console import notice, warn, with_article
 from trainkit.data.batches import BatchPadding
 from trainkit.data.combined import CombinedLoader, batch_size_of, is_plain_list
 from trainkit.data.keyed_sampler import split_batches
@@ -154,6 +154,7 @@ class _OpenLoader:
         self.before = before
         self.number = number
         self.ahead = 0  # batches that were read since a backward pass
+        self.window: list[MicroBatch] = []  # what has been read of the window of the batch, without the batches themselves
         self.weights_differ = False  # Whether these batches have different weights.
         self.worked = False  # Whether a backward pass has begun.
         self.batch: Any = None
@@ -177,6 +178,7 @@ class OpenLoaders:
 
     Attributes:
         loaded: A checkpoint has been loaded since the last backward pass, so the loop may skip batches by reading them.
+        read_ahead: Loaders of which the loop reads all batches of a step before it trains on them, to divide its losses itself.
     """
 
     def __init__(
@@ -196,13 +198,27 @@ class OpenLoaders:
         self._begin_epoch = begin_epoch
         self._numbers = count()
         self.loaded = False
-        # loaders that the loop has read ahead outside of `accumulate`, to divide its losses itself
-        self._read_ahead: WeakSet[PreparedLoader] = WeakSet()
+        self.read_ahead: WeakSet[PreparedLoader] = WeakSet()
+        # number of batches that the loop may skip by reading them: up to where a loaded checkpoint was saved
+        self._skips_to: WeakKeyDictionary[PreparedLoader, int] = WeakKeyDictionary()
+        self._lining: _OpenLoader | None = None  # the one whose batches `accumulate` enters in the order of the queue
+        # the last one whose epoch has ended, if it is of `read_ahead` and has batches that were not trained on
+        self._ended: _OpenLoader | None = None
         self._places: list[_OpenLoader] = []  # The loader that has yielded a batch last is the last one.
         # of each loader: what accumulate had entered when it yielded a batch, and the index with which that window begins
         self._marks: WeakKeyDictionary[PreparedLoader, tuple[int, int]] = WeakKeyDictionary()
         # Loader → the place where it was read last.
         self._opened: WeakKeyDictionary[PreparedLoader, Place] = WeakKeyDictionary()
+
+    def note_load(self, loaders: Sequence[PreparedLoader], read_ahead: Sequence[int]) -> None:
+        """A checkpoint has been loaded, with positions of these loaders: the loop may skip batches by reading them.
+
+        `read_ahead` are numbers of loaders.
+        """
+        self.loaded = True
+        self.read_ahead.update(loaders[number] for number in read_ahead if number < len(loaders))
+        positions = {one: 0 if one.reading.left is None else one.reading.left[1] for one in loaders}
+        self._skips_to = WeakKeyDictionary({one: at for one, at in positions.items() if at is not None})
 
     def open_window(self) -> int:
         """See `trainkit.data.loader.Reader`."""
@@ -246,7 +262,8 @@ class OpenLoaders:
                 if place.place is None:
                     place.place = self._opened[loader] = Place(id(loader), place.number, micro.index)
                 if pending and micro.entry is not None:
-                    alone = self._receive(loader, micro, micro.entry)
+                    self._check_queue(place)
+                    alone = self._receive(place, micro, micro.entry)
                 else:
                     alone = micro.share
                     state.begin(micro)
@@ -264,6 +281,7 @@ class OpenLoaders:
                     places.append(place)
                 yield batch
             loader.end_reading()
+            self._ended = place if place.ahead and loader in self.read_ahead else None
             if loader.window is None:
                 loader.end_epoch()
             for window in state.ending(id(loader)):
@@ -281,19 +299,33 @@ class OpenLoaders:
         state = self._accumulation
         return micro.kind is MicroBatchKind.NONE and not micro.first and state.by_hand is not True and state.follows_loader
 
-    def _receive(self, loader: PreparedLoader, micro: MicroBatch, entry: WindowEntry) -> float:
+    def _receive(self, place: _OpenLoader, micro: MicroBatch, entry: WindowEntry) -> float:
         """Let `accumulate` enter a micro-batch; returns its share outside of a window."""
-        state = self._accumulation
+        state, loader = self._accumulation, place.loader
         begin = self._marks.get(loader, (0, micro.index))[1]
         if state.open == 0:
             begin = micro.index  # if the loop enters it, a window begins here
         state.receive(micro)
         self._marks[loader] = state.entered, begin
+        if micro.first:
+            place.window.clear()
+        place.window.append(micro._replace(batch=None))
         return entry.alone
 
+    def _check_queue(self, place: _OpenLoader) -> None:
+        """Refuse to read on before `accumulate` has entered what was read ahead."""
+        state = self._accumulation
+        if state.queue and place is self._lining:
+            raise ConfigurationError(
+                f"{len(state.queue)} of {state.ahead} batches that were read ahead have not been trained on. Expected: "
+                "accumulate() is called once for each, in the order in which they were read, and then the next batches are "
+                "read. To skip a batch, call accelerator.backward(None)."
+            )
+
     def place(self) -> Place | None:
-        """Where the loop reads; `None`: no loader is being read."""
-        return self._places[-1].place if self._places else None
+        """Where the loop reads, or where it has read ahead; `None`: no loader is being read."""
+        place = self._places[-1] if self._places else self._lining
+        return None if place is None else place.place
 
     def remaining(self) -> int | None:
         """Number of batches that follow in the epoch of the loader that is being read; `None`: unknown."""
@@ -329,24 +361,68 @@ class OpenLoaders:
             return
         place = self._places[-1]
         ahead, differ, skips = place.ahead, place.weights_differ, self.loaded
+        self._begin_work(place)
+        if ahead > 1 and not skips and self._accumulation.size > 1 and self._accumulation.by_hand is True:
+            self._check_read_ahead(place)
+            self.read_ahead.add(place.loader)
+        elif ahead > 1 and not skips and (differ or self._accumulation.size > 1):
+            raise ConfigurationError(
+                f"{ahead} batches have been read since the last one that was trained on, so it is unclear which of them the "
+                "loss belongs to and how much it counts. Train on each batch before reading the next one, or read all batches "
+                "of an optimizer step and then call accumulate() for each. To skip a batch, call accelerator.backward(None); "
+                "to begin in the middle of an epoch, use accelerator.skip_first_batches(loader, n). "
+                "If batches are read ahead to count what is in them: accelerator.backward(loss, weight=count), or "
+                "prepare(loader, batch_weight=function)."
+            )
+        if self.read_ahead and place.loader in self.read_ahead and self._accumulation.by_hand is True:
+            self._check_read_ahead(place)
+            self._accumulation.count_equally()
+
+    def _begin_work(self, place: _OpenLoader) -> None:
         place.ahead = 0
         place.weights_differ = False
         place.worked = True
         self.loaded = False
-        if ahead > 1 and not skips and self._accumulation.size > 1 and self._accumulation.by_hand is True:
+
+    def accumulating(self) -> None:
+        """The loop calls `accumulate`: it enters the batch that was read last, or the batches of a window that was read ahead.
+
+        As in Accelerate each of these counts the same, because the loop divides its losses by what is in all of them; unless
+        their weights are known.
+        """
+        state, place = self._accumulation, self._places[-1] if self._places else self._ended
+        if place is None or not self._has_whole_window(place):
+            self.working()
+            return
+        self._begin_work(place)
+        self._ended = self._lining = None
+        if not place.loader.weighs:
             self._check_read_ahead(place)
-            self._read_ahead.add(place.loader)
-        elif ahead > 1 and not skips and (differ or self._accumulation.size > 1):
-            raise ConfigurationError(
-                f"{ahead} batches have been read since the last one that was trained on, so it is unclear which of them the "
-                "loss belongs to and how much it counts. Train on each batch before reading the next one. To skip a batch, "
-                "call accelerator.backward(None); to begin in the middle of an epoch, use "
-                "accelerator.skip_first_batches(loader, n). If batches are read ahead to count what is in them: "
-                "accelerator.backward(loss, weight=count), or prepare(loader, batch_weight=function)."
-            )
-        if self._read_ahead and place.loader in self._read_ahead and self._accumulation.by_hand is True:
-            self._check_read_ahead(place)
-            self._accumulation.count_equally()
+            if not self.read_ahead:
+                notice(
+                    f"batches are read ahead of accumulate(): as in Accelerate, each loss is divided by {state.size}, because "
+                    "the loop itself divides it by what is in all batches of the optimizer step. If a loss is the mean of its "
+                    "batch, read one batch at a time."
+                )
+        self.read_ahead.add(place.loader)
+        self._lining = place
+        self._marks[place.loader] = state.entered, place.window[0].index
+        state.line_up(place.window)
+
+    def _has_whole_window(self, place: _OpenLoader) -> bool:
+        """Whether all batches of an accumulation window have been read, and none of them is trained on."""
+        window, ahead = place.window, place.ahead
+        known = place.loader in self.read_ahead
+        if self._accumulation.size == 1 or self._accumulation.open or not window or (len(window) == 1 and not known):
+            return False
+        skipped = self._skips_to.get(place.loader) if self.loaded else 0
+        if not known and (skipped is None or (skipped and ahead == skipped + 1)):
+            return False  # the loop has skipped all but the last, to continue where the checkpoint was saved
+        return ahead in (len(window), len(window) + (skipped or 0)) and window[0].first and window[-1].last
+
+    def weighs_equally(self) -> bool:
+        """Whether the current batch was read ahead, and the loop divides its loss."""
+        return self._accumulation.ahead > 0 and self._lining is not None and not self._lining.loader.weighs
 
     def _check_read_ahead(self, place: _OpenLoader) -> None:
         """Refuse a loop that reads ahead, to divide its losses by what it counts, where it would count padding."""
@@ -356,7 +432,7 @@ class OpenLoaders:
             return
         which = "this batch is padding" if place.padding else f"an epoch has {whole} batches"
         raise ConfigurationError(
-            f"batches are read ahead outside of accumulate(), so the loop itself divides its losses, but {which} for "
+            f"batches are read ahead, so the loop itself divides its losses, but {which} for "
             f"{processes} processes, of which some have no data at the end: it would count samples twice. Use a number of "
             "samples that gives all processes the same number of batches; or let trainkit count, with "
             "prepare(loader, batch_weight=function) and a loss that is the mean of its batch."

@@ -276,10 +276,20 @@ class GradientState:
 
     def __getattr__(self, name: str) -> Any:
         known = [each for each in dir(type(self)) if not each.startswith("_")]
-        fix = (
-            " Write accelerator.accumulate(model), which decides it." if name == "_set_sync_gradients" else nearest(name, known)
-        )
-        raise AttributeError(f"a GradientState has no {name!r}.{fix}", name=name, obj=None)
+        raise AttributeError(f"a GradientState has no {name!r}.{nearest(name, known)}", name=name, obj=None)
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        """As in Accelerate, but only what is so: `accumulate` knows the last batch of each window, also of a short one.
+
+        Raises:
+            ConfigurationError: It is not so.
+        """
+        if bool(sync_gradients) != self.sync_gradients:
+            here, due = ("the last", "") if self.sync_gradients else ("not the last", "not ")
+            raise ConfigurationError(
+                f"_set_sync_gradients({sync_gradients}): this batch is {here} one of its accumulation window, so an optimizer "
+                f"step is {due}due. The last window of an epoch may be short. Remove the line: accumulate(model) decides it."
+            )
 
     def __repr__(self) -> str:
         names = ("num_steps", "sync_gradients", "in_dataloader")

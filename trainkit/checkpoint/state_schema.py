@@ -409,6 +409,7 @@ _PARTS: dict[str, _Check] = {
     "loaders": _items(_position),
     "window": _count,
     "windows": _items(_pair(_maybe(_count), _count)),
+    "read_ahead": _items(_count),
     "registered": _items(_anything),
 }
 # What is only useful together.

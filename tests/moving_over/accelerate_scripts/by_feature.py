@@ -339,8 +339,8 @@ def schedule_free(folder):
     return {"losses": losses}
 
 
-def autoregressive(folder, samples=54):
-    """Batches are read ahead to count their tokens, and trained on outside of `accumulate`."""
+def autoregressive(folder, samples=54, inside=False):
+    """Batches are read ahead to count their tokens, and trained on outside of `accumulate` or `inside`."""
     steps = 2
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     set_seed(CONFIG["seed"])
@@ -365,8 +365,11 @@ def autoregressive(folder, samples=54):
             local_num_items_in_batch = sum(labels.ne(-100).sum() for _, labels in batch_samples)
             num_items_in_batch = accelerator.gather(local_num_items_in_batch).sum().item()
             for i, (inputs, targets) in enumerate(batch_samples):
-                more = i < len(batch_samples) - 1 and accelerator.num_processes > 1
-                with model.no_sync() if more else contextlib.nullcontext():
+                more = i < len(batch_samples) - 1
+                whole_step = model.no_sync() if more and accelerator.num_processes > 1 else contextlib.nullcontext()
+                with accelerator.accumulate(model) if inside else whole_step:
+                    if inside:
+                        accelerator.gradient_state._set_sync_gradients(not more)
                     logits = model(inputs).view(-1, 3)
                     loss = nn.functional.cross_entropy(logits, targets.flatten(), reduction="sum") / num_items_in_batch
                     accelerator.backward(loss * steps * accelerator.num_processes)
@@ -374,6 +377,10 @@ def autoregressive(folder, samples=54):
             optimizer.step()
             optimizer.zero_grad()
     return {"norms": norms}
+
+
+def autoregressive_accumulate(folder):
+    return autoregressive(folder, inside=True)
 
 
 EXAMPLES = [
@@ -388,6 +395,7 @@ EXAMPLES = [
     ddp_comm_hook,
     schedule_free,
     autoregressive,
+    autoregressive_accumulate,
 ]
 
 if __name__ == "__main__":
