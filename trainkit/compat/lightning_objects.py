@@ -223,8 +223,8 @@ class _AdaptedLogger(_Adapter, Logger):
     @property
     def save_dir(self) -> str:
         """The folder of all experiments; `None` if the logger has none, as Fabric's loggers do not."""
-        folder: str = getattr(self._adapted, "save_dir", None)
-        return folder
+        folder: Any = getattr(self._adapted, "save_dir", None)
+        return folder  # type: ignore[no-any-return]
 
     @property
     def root_dir(self) -> str:
