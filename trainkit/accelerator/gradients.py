@@ -304,8 +304,19 @@ class AccumulationState:
         self.queue.extend(micro_batches)
         self._take_next()
 
+    def _leave_entered(self, window: CallWindow) -> None:
+        """If these models have had a call for the current one of the micro-batches that were read ahead, take the next."""
+        if self.ahead and window.arrival == self._arrival:
+            self._take_next()
+
     def _take_next(self) -> None:
         """The next micro-batch that was read ahead is pending."""
+        if not self.queue:
+            raise ConfigurationError(
+                f"accumulate() was called more often than for the {self.ahead} batches that have been read ahead of it, so "
+                "it is unclear which of them the loss belongs to. Call it once for each batch, in the order in which they "
+                "were read."
+            )
         self.pending = self.arrived = self.queue.popleft()
         self._arrivals += 1
         self._arrival = self._arrivals
@@ -348,14 +359,7 @@ class AccumulationState:
         window = self._windows.get(self.key)
         if window is None:
             window = self._windows[self.key] = self._new_window(models)
-        if self.ahead and window.arrival == self._arrival:
-            if not self.queue:
-                raise ConfigurationError(
-                    f"accumulate() was called more often than for the {self.ahead} batches that have been read ahead of it, so "
-                    "it is unclear which of them the loss belongs to. Call it once for each batch, in the order in which they "
-                    "were read."
-                )
-            self._take_next()
+        self._leave_entered(window)
         if self.arrived is None:
             self.window = None
             if place is None and not self.delivered:

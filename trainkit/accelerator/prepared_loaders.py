@@ -262,7 +262,6 @@ class OpenLoaders:
                 if place.place is None:
                     place.place = self._opened[loader] = Place(id(loader), place.number, micro.index)
                 if pending and micro.entry is not None:
-                    self._check_queue(place)
                     alone = self._receive(place, micro, micro.entry)
                 else:
                     alone = micro.share
@@ -281,7 +280,7 @@ class OpenLoaders:
                     places.append(place)
                 yield batch
             loader.end_reading()
-            self._ended = place if place.ahead and loader in self.read_ahead else None
+            self._note_ended(place)
             if loader.window is None:
                 loader.end_epoch()
             for window in state.ending(id(loader)):
@@ -301,6 +300,7 @@ class OpenLoaders:
 
     def _receive(self, place: _OpenLoader, micro: MicroBatch, entry: WindowEntry) -> float:
         """Let `accumulate` enter a micro-batch; returns its share outside of a window."""
+        self._check_queue(place)
         state, loader = self._accumulation, place.loader
         begin = self._marks.get(loader, (0, micro.index))[1]
         if state.open == 0:
@@ -311,6 +311,9 @@ class OpenLoaders:
             place.window.clear()
         place.window.append(micro._replace(batch=None))
         return entry.alone
+
+    def _note_ended(self, place: _OpenLoader) -> None:
+        self._ended = place if place.ahead and place.loader in self.read_ahead else None
 
     def _check_queue(self, place: _OpenLoader) -> None:
         """Refuse to read on before `accumulate` has entered what was read ahead."""

@@ -124,14 +124,12 @@ class CollectiveChecks:
         self._mine = verb, place or find_call(sys._getframe())[1]
         self._ahead = {}
         self._wait_for_failed_run()
-        check = None if self._world.channel is None else self._check_others
         failures = self.alone.all()  # of the main process; the others have none
         values, self.alone.values = self.alone.values, None
         noted = None if values is None else [values.updates, values.checksum]
         waits_again = again and verb == _WAIT
         mine = [*self._mine, self._collectives.begun, value, failures, noted, waits_again, self.alone.known]
-        if waits_again:
-            check = self._look_for_others if check else None
+        check = self._check_of_wait(waits_again)
         try:
             calls = self._thread_exchange.exchange(mine, check)
         except _OthersAreElsewhereError:
@@ -142,12 +140,22 @@ class CollectiveChecks:
             self._collectives.checks = self._thread_exchange.completed
         if values is not None and differ([call[5] for call in calls]):
             values.compare(self._thread_exchange)
-        if calls[0][6] and any(call[:2] != calls[0][:2] for call in calls):
-            return [mine[:4]] if self._world.is_main else self._exchange_calls(verb, value, place)
-        if self.alone.raise_news(calls[0][4], [call[7] for call in calls[1:]]):
-            # The main process has raised it before, where it has written, and has come here.
-            return self._exchange_calls(verb, value, place, again=True)
+        return self._after_failures(calls) or self._exchange_calls(verb, value, place, again=self._world.is_main)
+
+    def _after_failures(self, calls: list[Any]) -> list[Any] | None:
+        """Raise what the main process has told; returns what `_exchange_calls` returns, or `None`: it must be repeated."""
+        main, *others = calls
+        if main[6] and any(call[:2] != main[:2] for call in others):
+            return [main[:4]] if self._world.is_main else None
+        if self.alone.raise_news(main[4], [call[7] for call in others]):
+            return None  # the main process has raised it before, where it has written, and has come here
         return [call[:4] for call in calls]
+
+    def _check_of_wait(self, again: bool) -> Callable[[], None] | None:
+        """What looks at the other processes during a wait."""
+        if self._world.channel is None:
+            return None
+        return self._look_for_others if again else self._check_others
 
     def compare(self, verb: str, what: str | None = None) -> None:
         """In debug mode, check that all processes call a collective in the same place with the same tensors.
@@ -310,7 +318,7 @@ def differ(noted: Sequence[list[int] | None]) -> bool:
     return len(known) == len(noted) and len({updates for updates, _ in known}) == 1 < len({value for _, value in known})
 
 
-class Failure(NamedTuple):
+class WriteFailure(NamedTuple):
     """A failure of what the main process has written without the others.
 
     Attributes:
@@ -350,13 +358,13 @@ class FailuresOfMain:
         self.known: tuple[int, list[int]] = (0, [])
         self._collectives = collectives
         self._failures = 0
-        self._noted: deque[Failure] = deque()
+        self._noted: deque[WriteFailure] = deque()
 
     def note(self, error: Exception, raised: bool = False) -> None:
         """Note a failure, on the main process; `raised`: it has raised the error, and the others have not."""
         self._failures += 1
         told = [self._failures, self.updates, type(error).__name__, str(error) or type(error).__name__]
-        self._noted.append(Failure(error, raised, told))
+        self._noted.append(WriteFailure(error, raised, told))
         self._record()
 
     def note_own(self) -> None:
