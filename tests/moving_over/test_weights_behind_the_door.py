@@ -13,6 +13,7 @@ import copy, os, pickle, tempfile
 from pathlib import Path
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
@@ -103,6 +104,32 @@ assert not any(tensor.any() for tensor in Net.load_from_checkpoint("kept.ckpt").
 
 model = pickle.loads(pickle.dumps(Model(again)))
 assert same(model.weights, again.model.state_dict()) and same(model.net.state_dict(), model.weights)
+
+
+class Named(Net):
+    def __init__(self, items):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+items = np.array(["PAD", 7], object)
+torch.serialization.add_safe_globals([items.__reduce__()[0], np.ndarray, np.dtype, type(items.dtype)])
+first, named = pl.Trainer(max_epochs=2, **quiet), Named(items)
+first.fit(named, data)
+with tempfile.NamedTemporaryFile() as file:
+    first.save_checkpoint(file.name)
+    read = torch.load(file.name, weights_only=False)
+assert read["hyper_parameters"]["items"].dtype == object and read["hyper_parameters"]["items"].tolist() == ["PAD", 7]
+torch.save(read, "named.bin")  # as a library keeps it
+
+second, restored = pl.Trainer(max_epochs=2, **quiet), Named(items)
+stub = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.Tensor()))
+second.fit(restored, stub, ckpt_path="named.bin")  # no batches: only the checkpoint is restored
+assert (second.current_epoch, second.global_step) == (2, 8) and same(restored.state_dict(), named.state_dict())
+for trainer, net in ((first, named), (second, restored)):
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(net, data)
+assert first.global_step == second.global_step == 12 and same(restored.state_dict(), named.state_dict())
 print("all is well")
 """
 

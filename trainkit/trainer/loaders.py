@@ -11,13 +11,14 @@ from trainkit.data.loader import PreparedLoader
 from trainkit.errors import ConfigurationError, EmptyLoaderError, MissingMethodError
 from trainkit.module.overridable_hooks import DataHooks, find_source, is_overridden
 from trainkit.module.train_module import TrainModule
+from trainkit.names.doors import is_open
 from trainkit.rng import Purpose, Stage, mix, seed_generators
 from trainkit.trainer.notices import notice_few_workers, notice_iterator, notice_overfitting, warn_shuffled
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
-__all__ = ["evaluation_loaders", "limit_batches", "train_loader"]
+__all__ = ["evaluation_loaders", "limit_batches", "train_loader", "warn_of_no_batch"]
 
 _STAGES = {
     "validation": (Stage.VALIDATE, "val", "val_dataloader"),
@@ -58,13 +59,15 @@ def train_loader(run: Run, user_loader: Any) -> PreparedLoader:
         run.train_metrics.count = lambda batch: run.accelerator.accumulation.current.weight or 0.0
     elif loader.samples is not None:
         run.train_metrics.count = lambda batch: loader.samples or 0  # Padding is not counted.
-    _refuse_empty(loader, "training")
+    if not (run.checkpoint is not None and is_open("lightning")):  # there, a fit without batches restores a checkpoint
+        _refuse_empty(loader, "training")
     notice_overfitting(run, source)
     notice_iterator(run, source)
     notice_few_workers(source, run.strategy.device.type)
     limit = arguments.limit_train_batches
     assert limit is not None
-    _set_limits(loader, [limit], "limit_train_batches")
+    if loader.length != 0:
+        _set_limits(loader, [limit], "limit_train_batches")
     run.train_loader = loader
     run.begin_accumulation()
     return loader
@@ -252,6 +255,11 @@ def _refuse_second_accumulation(run: Run) -> None:
 def _refuse_empty(loader: PreparedLoader, what: str) -> None:
     if loader.length == 0:
         raise EmptyLoaderError(f"the {what} loader has no batch: {loader.why_empty()}.")
+
+
+def warn_of_no_batch(loader: PreparedLoader) -> None:
+    """Say that a fit has restored its checkpoint and cannot train."""
+    warn(f"the training loader has no batch: {loader.why_empty()}. The checkpoint is restored, nothing is trained.")
 
 
 def _transfer(run: Run, stage: Stage, index: int) -> dict[str, Any]:

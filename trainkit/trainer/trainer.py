@@ -63,7 +63,7 @@ from trainkit.trainer.lifecycle import (
     start_loggers,
 )
 from trainkit.trainer.lightning_views import ConnectorView, FitLoopView
-from trainkit.trainer.loaders import train_loader
+from trainkit.trainer.loaders import train_loader, warn_of_no_batch
 from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
 from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
@@ -212,6 +212,9 @@ class Trainer:
             build_hooks(self, run)
             training = prepare_training(run, loader, saves.safe_points)
             resumed = restore_fit(run, training, components, overrides or {}, strict)
+            if loader.length == 0:
+                warn_of_no_batch(loader)
+                return
             run.loaded_in = run.val_loaded_in = run.progress.current_epoch
             run.progress.first_step = run.progress.global_step
             start_loggers(run)
@@ -347,9 +350,10 @@ class Trainer:
 
         Args:
             filepath: The folder that becomes the checkpoint. An empty file that exists there, such as a temporary one, becomes
-                a file with the weights as `ModelCheckpoint(also="ckpt")` writes it, from which no run can resume. Where
-                `import lightning` gives trainkit's names, `x.ckpt`, `.pt`, `.pth`, `.bin` or `.tar` becomes such a file, and
-                the folder `x` the checkpoint; `x.pt.folder` if `x` is something else, or the checkpoint of another file.
+                a file as `ModelCheckpoint(also="ckpt")` writes it, with the state of optimizers and schedules: a run resumes
+                from it at the start of the epoch, without that of callbacks and loggers. Where `import lightning` gives
+                trainkit's names, `x.ckpt`, `.pt`, `.pth`, `.bin` or `.tar` becomes a file of the weights, and the folder `x`
+                the checkpoint; `x.pt.folder` if `x` is something else, or the checkpoint of another file.
             weights_only: Save the model only, without optimizers, schedulers, counters and callbacks. It cannot be resumed.
                 Always so, with a notice, if this Trainer has evaluated the module and not trained it.
             blocking: Return when the checkpoint is complete on disk. `False`: return when the state is copied; a thread
