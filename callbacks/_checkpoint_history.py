@@ -21,17 +21,11 @@ import yaml
 from torch import Tensor
 
 from trainkit.callbacks.checkpoint import Checkpoint
-from trainkit.checkpoint.ckpt_file import checkpoint_of, file_of, is_of_others, link_last, remove_file_of, write_ckpt
+from trainkit.checkpoint.ckpt_file import file_of, is_of_others, link_last, remove_file_of, write_ckpt
 from trainkit.checkpoint.commit import CommitResult
-from trainkit.checkpoint.folder import (
-    POINTER,
-    ListedCheckpoint,
-    list_checkpoints,
-    remove,
-    resolve_pointer,
-    write_pointer,
-)
+from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, remove, write_pointer
 from trainkit.checkpoint.manifest import Manifest, checkpoint_identity, is_checkpoint
+from trainkit.checkpoint.pointers import POINTER, checkpoint_of, resolve_pointer
 from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
 from trainkit.checks import whole_number
 from trainkit.console import notice, prints_here

@@ -23,7 +23,8 @@ from helpers.resume.checkpoints import draft
 from trainkit.callbacks import ModelCheckpoint, model_checkpoint
 from trainkit.checkpoint.ckpt_file import write_ckpt
 from trainkit.checkpoint.commit import CommitResult, commit
-from trainkit.checkpoint.folder import free_name, list_checkpoints, read_pointer
+from trainkit.checkpoint.folder import free_name, list_checkpoints
+from trainkit.checkpoint.pointers import read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
 from trainkit.distributed.world import World

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
-from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, read_pointer
+from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints
+from trainkit.checkpoint.pointers import read_pointer
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, ConfigurationError, MissingMetricError, Preempted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,8 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, same
 
 from trainkit.checkpoint import open_checkpoint, register
-from trainkit.checkpoint.ckpt_file import (
-    checkpoint_of,
-    file_of,
-    folder_for,
-    lightning_form,
-    link_last,
-    remove_file_of,
-    write_ckpt,
-)
-from trainkit.checkpoint.folder import resolve_pointer
+from trainkit.checkpoint.ckpt_file import folder_for, lightning_form, link_last, remove_file_of, write_ckpt
+from trainkit.checkpoint.pointers import checkpoint_of, resolve_pointer
 from trainkit.errors import CheckpointWriteError
 
 FOLDER, FILE = Path("saved"), Path("saved.ckpt")
@@ -70,41 +61,6 @@ def test_the_content(saved: Configured) -> None:
     }
     found_in = [text.partition(" cannot")[0] for text in omitted]
     assert found_in == ["omitted: hyper_parameters['root']", "omitted: checkpoint['words']"]
-
-
-def test_the_folder_stands_for_its_file(saved: Configured) -> None:
-    write_ckpt(open_checkpoint(FOLDER), file_of(FOLDER))
-    assert checkpoint_of(FILE) == resolve_pointer(FILE) == FOLDER
-    link_last(FILE)
-    assert os.readlink("last.ckpt") == "saved.ckpt"
-    assert resolve_pointer(Path("last.ckpt")) == FOLDER
-
-    value = torch.load(FILE, weights_only=True)
-    torch.save(value, FILE)  # by another program, which may have changed the weights
-    assert (checkpoint_of(FILE), resolve_pointer(FILE)) == (None, FILE)
-
-    FILE.unlink()
-    write_ckpt(open_checkpoint(FOLDER), FILE)
-    shutil.rmtree(FOLDER)
-    assert checkpoint_of(FILE) is None, "the folder was removed"
-
-
-def test_names_do_not_matter(saved: Configured) -> None:
-    write_ckpt(open_checkpoint(FOLDER), FILE)
-    os.rename(FILE, "best.pt")
-    os.rename(FOLDER, "epoch=3")
-    os.symlink("epoch=3", "best")
-    os.mkdir("links")
-    os.symlink("../best.pt", "links/one.pt")
-    os.symlink("one.pt", "links/two.pt")
-    assert checkpoint_of(Path("best.pt")) == Path("epoch=3"), "not the link to it"
-    assert os.path.samefile(checkpoint_of(Path("links/two.pt")) or "", "epoch=3")
-    shutil.copytree("epoch=3", "copy")
-    shutil.copyfile("best.pt", "copy.pt")
-    assert checkpoint_of(Path("copy.pt")) == Path("copy"), "of two copies the one that is named like the file"
-    os.mkdir("elsewhere")
-    shutil.copyfile("best.pt", "elsewhere/best.pt")
-    assert checkpoint_of(Path("elsewhere/best.pt")) is None
 
 
 def test_the_folder_for_a_file(saved: Configured) -> None:

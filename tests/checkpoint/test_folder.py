@@ -17,19 +17,18 @@ from helpers.support import run_python
 from trainkit.checkpoint import folder as folder_module
 from trainkit.checkpoint import open_checkpoint
 from trainkit.checkpoint.folder import (
-    POINTER,
     ListedCheckpoint,
     candidates,
     check_writable,
     free_name,
     list_checkpoints,
     next_counter,
-    read_pointer,
     remove,
     remove_leftovers,
     write_pointer,
 )
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, Manifest
+from trainkit.checkpoint.pointers import POINTER, read_pointer
 from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
 
 

@@ -18,7 +18,8 @@ from trainkit import Accelerator, paths
 from trainkit.checkpoint import list_checkpoints, open_checkpoint
 from trainkit.checkpoint import urls as module
 from trainkit.checkpoint.ckpt_file import file_of, is_of_others, link_last, remove_file_of, write_ckpt
-from trainkit.checkpoint.folder import checkpoints_here, free_name, remove, resolve_pointer, write_pointer
+from trainkit.checkpoint.folder import checkpoints_here, free_name, remove, write_pointer
+from trainkit.checkpoint.pointers import resolve_pointer
 from trainkit.checkpoint.urls import RemoteFolder, RemoteSync, remote_at, remote_sync
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, CheckpointNotFoundError, CheckpointWriteError, CorruptCheckpointError

@@ -19,7 +19,7 @@ from torch import nn
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint, saver
-from trainkit.checkpoint.folder import resolve_pointer
+from trainkit.checkpoint.pointers import resolve_pointer
 from trainkit.console import TrainkitWarning
 from trainkit.errors import CheckpointError, CheckpointWriteError, OptimizerError, UnsavableError
 

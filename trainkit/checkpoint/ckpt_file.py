@@ -8,15 +8,15 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainkit.checkpoint.commit import replacing
-from trainkit.checkpoint.manifest import TORCH_SUFFIXES, Manifest, checkpoint_identity, is_checkpoint
+from trainkit.checkpoint.manifest import TORCH_SUFFIXES, Manifest, is_checkpoint
+from trainkit.checkpoint.pointers import checkpoint_of, is_ours, note_of, own_folder
 from trainkit.checkpoint.reader import Checkpoint, LoadedCheckpoint
-from trainkit.checkpoint.torch_file import note_in, plain, write_torch_file
+from trainkit.checkpoint.torch_file import plain, write_torch_file
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.errors import CheckpointWriteError, UnsavableError
 from trainkit.names import table
@@ -24,21 +24,18 @@ from trainkit.names import table
 __all__ = [
     "SUFFIX",
     "check_replaceable",
-    "checkpoint_of",
     "file_of",
     "folder_for",
     "is_named_so",
     "is_of_others",
     "lightning_form",
     "link_last",
-    "own_folder",
     "remove_file_of",
     "write_ckpt",
 ]
 
 SUFFIX = ".ckpt"
 
-_NOTE = "trainkit checkpoint "
 # What hooks see of a checkpoint, and what a callback keeps there for a resume.
 _NOT_OF_HOOKS = ("state_dict", "hyper_parameters", "epoch", "global_step", "current_model_state")
 
@@ -46,34 +43,6 @@ _NOT_OF_HOOKS = ("state_dict", "hyper_parameters", "epoch", "global_step", "curr
 def file_of(checkpoint: Path) -> Path:
     """The file next to a checkpoint."""
     return checkpoint.with_name(checkpoint.name + SUFFIX)
-
-
-def checkpoint_of(file: Path) -> Path | None:
-    """The checkpoint that a file was made of, if it is still next to it or at the URL of the folder; their names do not matter.
-
-    Raises:
-        CheckpointError: The URL cannot be read.
-    """
-    if not file.is_file():
-        return None
-    while file.is_symlink():
-        file = file.parent / os.readlink(file)
-    note = note_in(file)
-    if not note.startswith(_NOTE) or note == _note(b""):
-        return None
-    here = next((folder for folder in _folders_next_to(file) if note == _note(checkpoint_identity(folder) or b"")), None)
-    if here is not None:
-        return here
-    there = remote_sync.checkpoints(file.parent)
-    return next((file.parent / name for name in sorted(there) if note == _note(there[name].digest)), None)
-
-
-def _folders_next_to(file: Path) -> Iterator[Path]:
-    """The folders that may be the checkpoint of a file: first those that are named like it, links last."""
-    yield from (folder for folder in (file.with_suffix(""), own_folder(file)) if not folder.is_symlink())
-    with suppress(OSError), os.scandir(file.parent) as entries:  # a folder that cannot be listed may still be read
-        found = sorted((entry.is_symlink(), entry.name) for entry in entries if entry.is_dir())
-        yield from (file.parent / name for _, name in found if not name.startswith("."))
 
 
 def is_named_so(file: Path) -> bool:
@@ -90,11 +59,6 @@ def folder_for(file: Path) -> Path:
     others = [folder.with_name(folder.name + suffix) for suffix in TORCH_SUFFIXES if suffix != file.suffix]
     free = not os.path.lexists(folder) or (is_checkpoint(folder) and all(checkpoint_of(one) != folder for one in others))
     return folder if free and not is_named_so(folder) else own_folder(file)
-
-
-def own_folder(file: Path) -> Path:
-    """A folder for a checkpoint whose name no other file has."""
-    return file.with_name(f"{file.name}.folder")
 
 
 def write_ckpt(
@@ -117,7 +81,7 @@ def write_ckpt(
     """
     check_replaceable(file)
     content, notes = lightning_form(checkpoint, resumable) if changed is None else (changed, [])
-    write_torch_file(file, content, note=_note(checkpoint.identity if changed is None else b""))
+    write_torch_file(file, content, note=note_of(checkpoint.identity if changed is None else b""))
     remote_sync.note_change(file)
     return notes
 
@@ -151,13 +115,6 @@ def remove_file_of(checkpoint: Path) -> None:
     for path in [*of_last, file] if is_ours(file) else []:
         path.unlink(missing_ok=True)
         remote_sync.note_change(path)
-
-
-def is_ours(file: Path) -> bool:
-    """Whether a file, here or else at its URL, was made of a checkpoint, or is a link to such a file."""
-    if not os.path.lexists(file):
-        return remote_sync.read_end(file, len(_note(b"0" * 64))).startswith(_NOTE.encode())
-    return note_in(file).startswith(_NOTE)
 
 
 def check_replaceable(file: Path) -> None:
@@ -257,7 +214,3 @@ def _optimizer_states(loaded: LoadedCheckpoint) -> list[Any]:
 
 def _schedules(state: Mapping[str, Any]) -> list[Any]:
     return [saved["state"] for saved in state["schedulers"]]
-
-
-def _note(identity: bytes) -> str:
-    return _NOTE + identity.partition(b" ")[0].decode("ascii", "replace")

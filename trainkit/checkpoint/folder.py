@@ -11,20 +11,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainkit.checkpoint.ckpt_file import checkpoint_of, is_ours
 from trainkit.checkpoint.commit import OF_HOOKS, sync_folder
-from trainkit.checkpoint.manifest import MAX_NAME, Manifest, has_checkpoint_files, is_checkpoint, make_hidden_path
+from trainkit.checkpoint.manifest import Manifest, has_checkpoint_files, is_checkpoint, make_hidden_path
+from trainkit.checkpoint.pointers import POINTER, is_plain_name
 from trainkit.checkpoint.reader import inspect_checkpoint
-from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.tensor_file import write_file
 from trainkit.checkpoint.urls import RemoteCheckpoint, remote_sync
-from trainkit.console import notice
-from trainkit.errors import CheckpointError, CheckpointWriteError, CorruptCheckpointError
+from trainkit.errors import CheckpointError, CheckpointWriteError
 from trainkit.paths import local_path
 
 __all__ = [
     "CHECKPOINTS",
-    "POINTER",
     "ListedCheckpoint",
     "candidates",
     "check_writable",
@@ -34,19 +31,14 @@ __all__ = [
     "is_abandoned",
     "list_checkpoints",
     "next_counter",
-    "read_pointer",
     "remove",
     "remove_leftovers",
-    "resolve_pointer",
     "write_pointer",
 ]
 
 
 CHECKPOINTS = "checkpoints"
 """Name of the folder of checkpoints in the folder of a run."""
-
-POINTER = "last"
-"""Name of the file that contains the name of the checkpoint saved last."""
 
 
 @dataclass(frozen=True)
@@ -225,7 +217,7 @@ def write_pointer(folder: Path, name: str, *, link: bool = False) -> None:
         CheckpointWriteError: It cannot be written.
         CheckpointError: `name` is not a plain name.
     """
-    if not _is_plain(name):
+    if not is_plain_name(name):
         raise CheckpointError(
             f"expected the name of a checkpoint in {folder} without a path, got {name!r}. Fix: use path.name."
         )
@@ -253,56 +245,6 @@ def _create_link(path: Path, target: str) -> bool:
     except (NotImplementedError, OSError):
         return False
     return True
-
-
-def read_pointer(folder: Path) -> str | None:
-    """The name that `write_pointer` wrote to a file; `None` if there is no such file. The checkpoint need not exist.
-
-    Raises:
-        CorruptCheckpointError: The file `last` does not contain a plain name.
-    """
-    path = folder / POINTER
-    if not os.path.lexists(path) or is_checkpoint(path):  # a checkpoint may have any name
-        return None
-    data = read_small_file(path, MAX_NAME + 1)
-    name = os.fsdecode(data[:-1])
-    if not data.endswith(b"\n") or not _is_plain(name):
-        raise CorruptCheckpointError(
-            f"{path}: expected the name of a checkpoint and a newline, got {data[:80]!r}. Fix: remove this file."
-        )
-    return name
-
-
-def resolve_pointer(path: Path) -> Path:
-    """The checkpoint that a path means: `last` is the one that the pointer names.
-
-    `x.ckpt` is `x` if only `x` exists, or if the file was made of it. A notice names a newer `x`.
-
-    Raises:
-        CorruptCheckpointError: The file `last` does not contain a plain name.
-    """
-    if path.name == POINTER and path.is_symlink():  # the checkpoint is named in messages, not the link
-        return path.parent / os.readlink(path)
-    if path.name == POINTER and path.is_file():
-        return path.parent / (read_pointer(path.parent) or POINTER)
-    if path.suffix == ".ckpt" and not path.exists() and os.path.lexists(path.with_suffix("")):
-        return resolve_pointer(path.with_suffix(""))  # the name that Lightning would have given it
-    found, newer = checkpoint_of(path), path.with_suffix("")
-    if found is None and newer != path and is_checkpoint(newer) and is_ours(path):
-        notice(
-            f"{path} was not made of the checkpoint {newer} next to it, which is newer or another one: what is in the file is "
-            f"used. For the checkpoint, pass {str(newer)!r}"
-        )
-    return found or path
-
-
-def _is_plain(name: str) -> bool:
-    """Whether a text is the name of an entry of a folder: not a path, and not hidden."""
-    return (
-        0 < len(os.fsencode(name)) <= MAX_NAME
-        and not name.startswith(".")
-        and not any(character in "/\\:" or ord(character) < 32 or ord(character) == 127 for character in name)
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- writing

@@ -31,6 +31,7 @@ from trainkit.checkpoint.manifest import (
     list_names,
     why_not_a_checkpoint,
 )
+from trainkit.checkpoint.pointers import resolve_pointer
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, assign_to_ranks, run_on_all_ranks
 from trainkit.checkpoint.regular_file import hash_file, not_regular, read_file, read_small_file
 from trainkit.checkpoint.state_schema import state_problem
@@ -60,7 +61,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint: verify its manifest, and check that the other files exist and have the right sizes.
 
     Args:
-        path: The folder of the checkpoint.
+        path: The folder of the checkpoint, `last` in a folder of checkpoints, or a file that was made of a checkpoint.
 
     Returns:
         The checkpoint; its content is read by `read`.
@@ -79,6 +80,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """
     path = Path(os.path.abspath(local_path(path, "path")))
     remote_sync.fetch(path)
+    path = resolve_pointer(path)
     if not is_checkpoint(path):
         raise CheckpointNotFoundError(why_not_at_the_url(path) or why_not_a_checkpoint(path))
     manifest, problem, which = _inspect(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainkit.checkpoint.folder import resolve_pointer
+from trainkit.checkpoint.pointers import resolve_pointer
 from trainkit.checkpoint.read_foreign import read_foreign
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.urls import remote_sync

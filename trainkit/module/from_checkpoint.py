@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from trainkit.checkpoint.folder import resolve_pointer
+from trainkit.checkpoint.pointers import resolve_pointer
 from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.console import notice, warn

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from trainkit.checkpoint.ckpt_file import is_ours
-from trainkit.checkpoint.folder import ListedCheckpoint, candidates, resolve_pointer
+from trainkit.checkpoint.folder import ListedCheckpoint, candidates
 from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.pointers import is_ours, resolve_pointer
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import LoadedCheckpoint, read_on_all_ranks, weights_by_hook
 from trainkit.checkpoint.urls import remote_sync

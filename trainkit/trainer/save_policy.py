@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.checkpoint.checkpoint_plan import CheckpointContent, sizes_to_copy
 from trainkit.checkpoint.checksum import DEFAULT_CHECKSUM
-from trainkit.checkpoint.ckpt_file import check_replaceable, folder_for, is_named_so, own_folder, write_ckpt
+from trainkit.checkpoint.ckpt_file import check_replaceable, folder_for, is_named_so, write_ckpt
 from trainkit.checkpoint.commit import NONFINITE, CommitResult, check_target
 from trainkit.checkpoint.folder import remove
 from trainkit.checkpoint.manifest import is_checkpoint
+from trainkit.checkpoint.pointers import own_folder
 from trainkit.checkpoint.ranks import run_on_all_ranks
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.checkpoint.saver import SaveFolders, Saver
