@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from trainkit.errors import ConfigurationError, MissingPackageError
 from trainkit.tuner import RangeTest
@@ -27,6 +28,15 @@ def curve(steps: int, at: int) -> list[float]:
 @pytest.mark.parametrize("mode", ["exponential", "linear"])
 def test_the_suggestion_is_where_the_picture_is_steepest(mode: str) -> None:
     found = result(curve(40, 25), mode)
+    assert found.suggestion() == found.results["lr"][25]
+
+
+def test_noise_at_the_smallest_learning_rates_is_not_steep() -> None:
+    """The slope over the learning rate itself, which Lightning uses, is largest at the left end."""
+    losses = [loss + 1e-2 * (-1) ** i / (i + 1) for i, loss in enumerate(curve(40, 25))]
+    found = result(losses)
+    slopes = torch.gradient(torch.tensor(losses[10:-1]), spacing=(torch.tensor(found.results["lr"][10:-1]),))[0]
+    assert slopes.argmin() == 0
     assert found.suggestion() == found.results["lr"][25]
 
 
