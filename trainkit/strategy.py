@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainkit.console import with_article
 from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
 from trainkit.distributed.parameter_placement import check_placement, move_module, move_rest, move_state, refuse_sharded
 from trainkit.distributed.requested_devices import RequestedDevices, find_device, generators_of
 from trainkit.distributed.world import Ranks
 from trainkit.errors import ConfigurationError
+from trainkit.names import absent_attribute
 from trainkit.nested import move
 from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.optim.optimizer_gradients import clamp_gradient, total_norm
@@ -120,6 +122,13 @@ class Strategy(Ranks):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(device={str(self.device)!r}, precision={self.precision.name!r})"
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property has raised an AttributeError: show that
+                return object.__getattribute__(self, name)
+            raise absent_attribute(self, "strategy", with_article(type(self).__name__), name)
 
     @property
     def precision_plugin(self) -> Precision:

@@ -73,8 +73,8 @@ def test_each_name_is_in_one_table_and_is_one_of_lightnings() -> None:
         same = [name for names in SAME.get(group, {}).values() for name in names]
         names = [*same, *OTHER.get(group, {}), *ABSENT.get(group, {})]
         assert len(names) == len(set(names)), group
-        # Lightning 1 had them in `utilities`
-        assert set(names) <= listed, set(names) - listed
+        if group != "metrics":  # Lightning 1 had them, and torchmetrics has them now.
+            assert set(names) <= listed, set(names) - listed
 
 
 def test_the_names_that_are_the_same_are_there() -> None:
@@ -95,7 +95,8 @@ def test_what_is_called_absent_is_not_there() -> None:
 def test_the_modules_are_lightnings() -> None:
     modules = {renamed(place).removeprefix("trainkit").removeprefix(".") for place in IMPORTS} - {""}
     private = {"trainer.connectors", "trainer.connectors.accelerator_connector"}  # scvi-tools imports a private class of it
-    assert {name for name in MODULES - private if not name.startswith("fabric")} <= modules
+    older = {"metrics.classification", "metrics.functional", "metrics.regression"}
+    assert {name for name in MODULES - private - older if not name.startswith("fabric")} <= modules
     for name in modules - MODULES:
         spec = import_module(f"trainkit.{name}").__spec__  # of the module itself, where the name is another path to it
         assert spec is not None
@@ -176,7 +177,20 @@ def test_what_to_use(module: str, name: str, use: str | None) -> None:
     assert use_instead(module, name) == use
 
 
-CLASSES = {"LightningModule": trainkit.TrainModule, "LightningDataModule": trainkit.DataModule, "Callback": trainkit.Callback}
+@pytest.mark.parametrize("module", ["trainkit.metrics", "trainkit.metrics.functional", "trainkit.metrics.classification"])
+def test_metrics_of_lightning_1_are_in_torchmetrics(module: str) -> None:
+    pytest.importorskip("torchmetrics")
+    for name, use in OTHER["metrics"].items():
+        assert error_of(f"from {module} import {name}") == f"{module} has no {name}. Use: {use}"
+        exec(use)
+
+
+CLASSES = {
+    "LightningModule": trainkit.TrainModule,
+    "LightningDataModule": trainkit.DataModule,
+    "Callback": trainkit.Callback,
+    "Strategy": trainkit.Strategy,
+}
 
 
 @pytest.mark.parametrize("name", [*CLASSES, "Trainer"])
@@ -184,8 +198,8 @@ def test_members_are_there_or_say_what_to_use(name: str) -> None:
     cls: Any = CLASSES.get(name, trainkit.Trainer)
     absent = {member for member in PLACES[f"{name}."] if not hasattr(cls, member)}
     advised = {*MEMBERS.get(name, {}), *(REMOVED if name == "LightningModule" else ())}
-    if name == "Trainer":
-        absent -= {*vars(make_trainer())}
+    if name in ("Trainer", "Strategy"):
+        absent -= {*vars(make_trainer() if name == "Trainer" else trainkit.Strategy("cpu"))}
     assert absent - advised == set()
     assert not [member for member in MEMBERS.get(name, {}) if hasattr(cls, member)]
     assert {*MEMBERS.get(name, {})} <= {*PLACES[f"{name}."]}

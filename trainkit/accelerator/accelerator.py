@@ -43,9 +43,9 @@ from trainkit.console import echo, notice, quantity, warn, with_article
 from trainkit.data.loader import PreparedLoader
 from trainkit.distributed.collective_checks import CollectiveChecks, describe
 from trainkit.distributed.world import World
-from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError, nearest
+from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError
 from trainkit.loggers.trackers import ByTracker, Trackers
-from trainkit.names import advice, refuse_unknown
+from trainkit.names import absent_attribute, refuse_unknown
 from trainkit.optim.placeholders import replace_placeholders
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.optim.same_options import list_options
@@ -217,10 +217,7 @@ class Accelerator:
         self._forget_steps()
 
     def __getattr__(self, name: str) -> Any:
-        fix = advice("accelerator", name)
-        text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
-        # With obj=self Python would add another "Did you mean".
-        raise AttributeError(f"an Accelerator has no {name!r}.{text}", name=name, obj=None)
+        raise absent_attribute(self, "accelerator", "an Accelerator", name)
 
     # ---------------------------------------------------------------------------------------------------------------- the run
 

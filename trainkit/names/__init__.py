@@ -40,6 +40,7 @@ from trainkit.errors import UnknownNameError, UnsupportedArgumentError, nearest
 __all__ = [
     "PACKAGES",
     "absent",
+    "absent_attribute",
     "advice",
     "advice_by_place",
     "behind_door",
@@ -161,9 +162,9 @@ def _by_name(uses: Mapping[str, list[str]]) -> dict[str, str]:
 def advice_by_place() -> dict[str, dict[str, str]]:
     """Place → name → what to use.
 
-    A class or function means its arguments, "accelerator" and "trainer" the attributes of an object, "precision" and
-    "log_with" names of precisions and trackers, "log_kwargs" arguments of a tracker's `log`, "trainkit" imports of
-    Accelerate's names.
+    A class or function means its arguments, "accelerator", "strategy" and "trainer" the attributes of an object,
+    "precision" and "log_with" names of precisions and trackers, "log_kwargs" arguments of a tracker's `log`, "trainkit"
+    imports of Accelerate's names.
     """
     lightning, accelerate = table("lightning"), table("accelerate")
     places = {**lightning["arguments"], **accelerate["arguments"]}
@@ -172,6 +173,7 @@ def advice_by_place() -> dict[str, dict[str, str]]:
         "Accelerator.load_state": places["Accelerator.save_state"],
         "accelerator": accelerate["attributes"],
         "log_with": accelerate["trackers"],
+        "strategy": lightning["members"]["Strategy"],
         "trainer": lightning["members"]["Trainer"],
         "trainkit": accelerate["imports"],
     }
@@ -180,6 +182,21 @@ def advice_by_place() -> dict[str, dict[str, str]]:
 def advice(where: str, name: str) -> str | None:
     """What to use instead of a name in a place of `advice_by_place`; `None` if neither framework has it."""
     return advice_by_place().get(where, {}).get(name)
+
+
+def absent_attribute(owner: object, place: str, what: str, name: str) -> AttributeError:
+    """The error for an attribute that an object does not have, for its `__getattr__`.
+
+    Args:
+        owner: The object.
+        place: Its place in `advice_by_place`.
+        what: What the message calls it, with an article: "a Trainer".
+        name: The attribute.
+    """
+    fix = advice(place, name)
+    text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(owner)) if not one.startswith("_")])
+    # With obj=owner Python would add another "Did you mean".
+    return AttributeError(f"{what} has no {name!r}.{text}", name=name, obj=None)
 
 
 def refuse_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ from trainkit.callback import Callback
 from trainkit.checks import accepts, describe_arguments
 from trainkit.console import echo, notice
 from trainkit.data.combined import as_passed
-from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError, nearest
+from trainkit.errors import ConfigurationError, ModuleError, NotAvailableError
 from trainkit.launch.cluster_plugins import check_cluster_environments, take_cluster_environments
 from trainkit.launch.strategy_choice import join_strategy, read_devices
 from trainkit.loggers.run_files import utc_now
@@ -32,7 +32,7 @@ from trainkit.module.activation_checkpointing import checkpointing_choice
 from trainkit.module.data_module import DataModule
 from trainkit.module.hook_table import HookTable
 from trainkit.module.train_module import TrainModule
-from trainkit.names import advice, refuse_unknown
+from trainkit.names import absent_attribute, refuse_unknown
 from trainkit.nested import batch_size
 from trainkit.paths import local_path
 from trainkit.precision import Precision
@@ -957,10 +957,7 @@ class Trainer:
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):  # a property has raised an AttributeError: show that
                 return object.__getattribute__(self, name)
-            fix = advice("trainer", name)
-            text = f" Use {fix}." if fix else nearest(name, [one for one in dir(type(self)) if not one.startswith("_")])
-            # with obj=self Python would add another "Did you mean"
-            raise AttributeError(f"a Trainer has no {name!r}.{text}", name=name, obj=None)
+            raise absent_attribute(self, "trainer", "a Trainer", name)
 
     @property
     def _arguments(self) -> TrainerArguments:

@@ -73,6 +73,7 @@ def _members(top: Any) -> Iterator[tuple[str, set[str]]]:
     yield "LightningModule.", public(top.LightningModule, nn.Module)
     yield "LightningDataModule.", public(top.LightningDataModule)
     yield "Callback.", public(top.Callback)
+    yield "Strategy.", public(top.strategies.Strategy)
 
 
 def _lines(place: str, names: list[str]) -> str:
