@@ -140,7 +140,7 @@ if "TRAINKIT_DEBUG_MODE" in os.environ or "ACCELERATE_DEBUG_MODE" in os.environ:
     import_module("trainkit.launch.starting").watch_cuda()
 
 if os.environ.get("TRAINKIT_AS"):  # the process that started this one has opened a door
-    import_module("trainkit.names.doors").open_all(os.environ["TRAINKIT_AS"].split(","))
+    import_module("trainkit.names.doors").open_all(os.environ["TRAINKIT_AS"])
 
 
 def __getattr__(name: str) -> Any:

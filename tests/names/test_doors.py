@@ -61,6 +61,16 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 assert issubclass(Logger, FabricLogger) and FabricLogger is trainkit.loggers.Logger and Logger is not FabricLogger
 assert isinstance(pl.loggers.CSVLogger("logs"), Logger) and issubclass(pl.loggers.CSVLogger, Logger)
 
+def star(module):
+    names = {}
+    exec(f"from {module} import *", names)
+    return {*names} - {"__builtins__"}
+
+exported = {"Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"}
+assert star("lightning.pytorch") == star("pytorch_lightning") == exported
+assert star("lightning") == exported | {"Fabric", "__version__"}
+assert star("lightning.fabric") == {"Fabric", "seed_everything"}
+
 class VendorsForFabric(FabricLogger):
     def log_metrics(self, metrics, step=None):
         return "fabric"
@@ -132,11 +142,31 @@ import json
 print(json.dumps([message(text) for text in texts]))
 """
 
+NOT_FOUND = (
+    "ModuleNotFoundError: No module named {0!r}: trainkit takes the place of {1} in this process and has no such module."
+)
 INSTEAD = " (trainkit takes the place of lightning in this process: see docs/moving-over/lightning.md)"
 
 WRONG = {
     "import lightning.app": "ModuleNotFoundError: No module named 'lightning.app': trainkit takes the place of lightning",
     "import accelerate.nothing": "ModuleNotFoundError: No module named 'accelerate.nothing': trainkit takes the place of",
+    "import lightning.pytorch.calbacks": (
+        f"{NOT_FOUND.format('lightning.pytorch.calbacks', 'lightning')} Did you mean 'callbacks'?"
+    ),
+    "import lightning.pytroch": f"{NOT_FOUND.format('lightning.pytroch', 'lightning')} Did you mean 'pytorch'?",
+    "import pytorch_lightning.callbacks.early_stoping": (
+        f"{NOT_FOUND.format('pytorch_lightning.callbacks.early_stoping', 'lightning')} Did you mean 'early_stopping'?"
+    ),
+    "import lightning.fabric.utilities.sed": (
+        f"{NOT_FOUND.format('lightning.fabric.utilities.sed', 'lightning')} Did you mean 'seed'?"
+    ),
+    "import accelerate.utils.deepsped": (
+        f"{NOT_FOUND.format('accelerate.utils.deepsped', 'accelerate')} Did you mean 'deepspeed'?"
+    ),
+    "from pytorch_lightning.metrics import Accuracy": (
+        f"ImportError: pytorch_lightning.metrics has no Accuracy. Use: from torchmetrics import Accuracy{INSTEAD}"
+    ),
+    "L.Trainer(logger=False).fit(1)": "ModuleError: expected a TrainModule (LightningModule), received int.",
     "from lightning import LightningModul": "ImportError: cannot import name 'LightningModul' from 'lightning'. Did you mean",
     "L.LightningModul": "AttributeError: module 'lightning' has no attribute 'LightningModul'. Did you mean",
     "from lightning import nothing": f"ImportError: cannot import name 'nothing' from 'lightning'.{INSTEAD}",
@@ -253,6 +283,18 @@ def test_the_flag_and_spawned_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trainkit.callback 2.6.6") == 2
     assert done.stdout.count("hidden") >= 4  # the sitecustomize of the user still runs, in ranks and in their children
+
+
+def test_several_doors_with_spaces() -> None:
+    program = "import trainkit, lightning, accelerate; print(lightning.Trainer is trainkit.Trainer, accelerate.__version__)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"TRAINKIT_AS": " lightning, accelerate,"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "True 1.15.0\n", done.stderr
 
 
 def test_no_other_module_opens_a_door() -> None:

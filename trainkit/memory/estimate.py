@@ -20,6 +20,7 @@ from trainkit.module.activation_checkpointing import CheckpointingChoice, checkp
 from trainkit.module.data_module import DataModule
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
+from trainkit.names.doors import is_open
 from trainkit.optim.optimizer_config import read_optimizers
 from trainkit.registry import adapt
 from trainkit.rng import RandomState
@@ -107,7 +108,10 @@ class RunEstimator:
         module = getattr(module, "_orig_mod", module)
         if not isinstance(module, TrainModule):
             adapt(module)
-            raise ModuleError(f"expected a TrainModule, received {type(module).__name__}.{make_instance(module)}")
+            raise ModuleError(
+                f"expected a TrainModule{' (LightningModule)' * is_open('lightning')}, received {type(module).__name__}."
+                f"{make_instance(module)}"
+            )
         if not (is_overridden(module, "configure_optimizers", TrainModule) or self.strategy.has_optimizer):
             raise MissingMethodError(
                 f"{type(module).__name__} has no configure_optimizers, so the memory of its optimizer cannot be determined. "

@@ -11,17 +11,18 @@ import operator
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module, invalidate_caches
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from importlib.metadata import Distribution, DistributionFinder
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any
 
-from trainkit.errors import ConfigurationError
+from trainkit.errors import ConfigurationError, nearest
 from trainkit.names import PACKAGES, absent, advice, behind_door, submodule, table, use_instead
 
 __all__ = ["VARIABLE", "Door", "is_open", "open_door", "variables"]
@@ -92,7 +93,7 @@ def variables(framework: str, env: Mapping[str, str]) -> dict[str, str]:
         framework: "lightning" or "accelerate".
         env: The variables without it.
     """
-    doors = {framework, *filter(None, env.get(VARIABLE, "").split(","))}
+    doors = {framework, *_frameworks(env.get(VARIABLE, ""))}
     paths = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path != _AT_START]
     return {VARIABLE: ",".join(sorted(doors)), "PYTHONPATH": os.pathsep.join([_AT_START, *paths])}
 
@@ -123,10 +124,14 @@ class Door(DistributionFinder, Loader):
         if ours is not None and (find_spec(ours) is not None or _names_for_vendors(ours) or _placeholders(ours)):
             return ModuleSpec(fullname, self)
         if _is_statement():  # importlib.util.find_spec only asks.
+            meant = nearest(fullname.rpartition(".")[2], self._siblings(fullname))
+            use = meant or (
+                f" Import the name from {fullname.partition('.')[0]} itself: if there is a counterpart, "
+                "it is found or the error says what to use."
+            )
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: trainkit takes the place of {self.framework} in this process and has no such "
-                f"module. Import the name from {fullname.partition('.')[0]} itself: if there is a counterpart, "
-                f"it is found or the error says what to use. See docs/moving-over/{self.framework}.md.",
+                f"module.{use} See docs/moving-over/{self.framework}.md.",
                 name=fullname,
             )
         return None
@@ -163,6 +168,16 @@ class Door(DistributionFinder, Loader):
         for package in PACKAGES[self.framework]:
             if wanted in (None, package.replace("_", "-")):
                 yield _Followed(package, table(self.framework)["version"])
+
+    def _siblings(self, module: str) -> list[str]:
+        """The modules of its package, without the name of that."""
+        package, home = module.rpartition(".")[0], (_module_of_ours(module) or "").rpartition(".")[0]
+        modules = table(self.framework)["modules"]
+        if self.framework == "lightning":
+            path = getattr(import_module(home), "__path__", ()) if home else ()
+            files = (found.name for found in iter_modules(path, f"{home}.") if not found.name.startswith(f"{home}._"))
+            modules = [*_LIGHTNING, *(f"trainkit.{name}" for name in modules), *files]
+        return [name.rpartition(".")[2] for name in modules if name.rpartition(".")[0] in (package, home)]
 
     def _is_made_here(self, module: str) -> bool:
         return module in (_LIGHTNING if self.framework == "lightning" else table("accelerate")["modules"])
@@ -226,11 +241,13 @@ _Pair = tuple[Callable[[str], Any], Callable[[], list[str]]]
 def _names_of_lightning(where: str) -> _Pair:
     """`__getattr__` and `__dir__` of a package of Lightning."""
     home = _LIGHTNING[where]
+    exported = [*(table("lightning")["same"][""]["trainkit"] if home == "trainkit" else import_module(home).__all__)]
+    exported += ["Fabric", "__version__"] if where == "lightning" else []
 
     def get(name: str) -> Any:
         module = import_module(home)
-        if name == "__all__":
-            return names()
+        if name == "__all__":  # for `import *`: the names of trainkit would replace those of a script
+            return exported
         if not name.startswith("__"):
             if where == "lightning" and name == "Fabric":
                 module = import_module("trainkit.fabric")
@@ -312,7 +329,11 @@ def _placeholder(framework: str, where: str, name: str, use: str) -> Any:
     return _made[name]
 
 
-def open_all(frameworks: Iterable[str]) -> None:
-    """Open the doors that `TRAINKIT_AS` names, in a process that was started with it."""
-    for framework in frameworks:
+def open_all(frameworks: str) -> None:
+    """Open the doors that `TRAINKIT_AS` names, with commas, in a process that was started with it."""
+    for framework in _frameworks(frameworks):
         open_door(framework)
+
+
+def _frameworks(text: str) -> list[str]:
+    return [name for one in text.split(",") if (name := one.strip())]

@@ -41,6 +41,7 @@ from trainkit.module.hook_table import HookTable
 from trainkit.module.hparams import StorableHyperParameters
 from trainkit.module.overridable_hooks import DataHooks, is_overridden
 from trainkit.module.train_module import TrainModule
+from trainkit.names.doors import is_open
 from trainkit.registry import adapt, load_callback
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.tagged_json.codec import plain_container
@@ -512,8 +513,8 @@ def _check_inputs(module: object, datamodule: object, loaders: tuple[Any, ...]) 
     if not isinstance(module, TrainModule):
         adapt(module)
         raise ModuleError(
-            f"expected a TrainModule, received {type(module).__name__}.{make_instance(module)} To train a plain nn.Module, "
-            "write your own training loop with trainkit.Accelerator."
+            f"expected a TrainModule{' (LightningModule)' * is_open('lightning')}, received {type(module).__name__}."
+            f"{make_instance(module)} To train a plain nn.Module, write your own training loop with trainkit.Accelerator."
         )
     if "_parameters" not in vars(module):
         raise ModuleError(f"{type(module).__name__}.__init__ must begin with super().__init__(), before anything is assigned.")
