@@ -46,6 +46,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError
 from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import absent_attribute, refuse_unknown
+from trainkit.optim.parameter_names import KnownParameters
 from trainkit.optim.placeholders import replace_placeholders
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.optim.same_options import list_options
@@ -192,11 +193,11 @@ class Accelerator:
         strategy.begin_micro_batch(self.accumulation.current)
         self._phase: LoopPhase = LoopPhase.CREATED if own_loop else LoopPhase.RUNNING
         self._watchdog = strategy.world.watchdog if own_loop and options.watched else None
-        self._prepared = PreparedObjects()
+        self._prepared = PreparedObjects(known=KnownParameters(sharded=strategy.shards_optimizer_state))
         self._models = PreparedModels(options, self._prepared.models)
         self._loaders = PreparedLoaders(options, self.accumulation, self._prepared.loaders)
         self._gradients = Gradients(strategy, self.accumulation, self.collective_checks, self._prepared)
-        self._step_checks = StepChecks(strategy, self.accumulation, self._gradients, self._prepared.models)
+        self._step_checks = StepChecks(strategy, self.accumulation, self._gradients, self._prepared)
         self.open_loaders = OpenLoaders(
             self.accumulation,
             self._prepared.models,
@@ -398,6 +399,11 @@ class Accelerator:
     def optimizers(self) -> list[Optimizer]:
         """The prepared optimizers, as torch's objects."""
         return self._prepared.torch_optimizers
+
+    @property
+    def known_parameters(self) -> KnownParameters:
+        """The parameters that the prepared optimizers had when training began."""
+        return self._prepared.known
 
     @property
     def schedulers(self) -> list[Any]:
@@ -630,7 +636,7 @@ class Accelerator:
         for place, item in objects.items():
             if isinstance(item, Optimizer):
                 prepared[place] = self._find_prepared(item) or self._prepare_optimizer(item)  # It may occur twice.
-        self._step_checks.note_prepared(self.optimizers)
+        self._step_checks.note_prepared()
         return prepared
 
     def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
@@ -1605,6 +1611,7 @@ class Accelerator:
         self.accumulation.reset()
         if self.accumulation.own_loop:  # a Trainer does this when it begins
             self.strategy.precision.reset()
+            self._prepared.known.clear()
 
 
 def _parameter_list(verb: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:

@@ -374,7 +374,7 @@ class Checkpointing:
         prepared, strategy = self._prepared, self._strategy
         optimizers = [one.optimizer for one in prepared.optimizers]
         schedulers = [one.scheduler for one in prepared.schedulers]
-        return TrainingObjects(list(prepared.models), optimizers, schedulers, strategy.precision, strategy)
+        return TrainingObjects(list(prepared.models), optimizers, schedulers, strategy.precision, strategy, prepared.known)
 
     def _check_not_empty(self) -> None:
         if not self._prepared.models and not self.registered:

@@ -21,7 +21,7 @@ from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, OptimizerError, UnsupportedArgumentError
 from trainkit.module.overridable_hooks import is_overridden
-from trainkit.optim.parameter_names import foreign_parameters, shape_of
+from trainkit.optim.parameter_names import foreign_parameters, parameter_names, shape_of
 from trainkit.optim.torch_step import StepGuard, step_of
 from trainkit.precision import Precision
 from trainkit.strategy import Strategy
@@ -706,32 +706,31 @@ class StepChecks:
         checked: Ids of the optimizers whose parameters have been checked.
     """
 
-    def __init__(self, strategy: Strategy, state: AccumulationState, gradients: Gradients, models: Sequence[nn.Module]) -> None:
+    def __init__(self, strategy: Strategy, state: AccumulationState, gradients: Gradients, prepared: PreparedObjects) -> None:
         self._strategy = strategy
         self._state = state
         self._gradients = gradients
-        self.models = models
+        self._prepared = prepared
+        self.models: Sequence[nn.Module] = prepared.models
         self.checked: set[int] = set()
-        self._in_models: dict[int, set[int]] = {}  # Id of an optimizer → the ids of its parameters in the models.
         self._passes_at_step: dict[int, int] = {}  # Id of an optimizer → number of backward passes at its last step.
         self._hooks = ExitStack()  # Hooks of the optimizers that were passed to prepare.
 
     def train(self, module: nn.Module) -> None:
         """From now on the optimizers train the parameters of this module."""
         self.models = (module,)
+        self._prepared.known.clear()
+        self.note_prepared()
 
     def close(self) -> None:
         """Forget all optimizers, and remove the hooks of those that were passed to `prepare`."""
-        self._in_models.clear()
         self.checked.clear()
         self._passes_at_step.clear()
         self._hooks.close()
 
-    def note_prepared(self, optimizers: Iterable[Optimizer]) -> None:
+    def note_prepared(self) -> None:
         """Remember which parameters of the optimizers the models have: one that is missing later has been replaced."""
-        known = {id(p) for model in self.models for p in model.parameters()}
-        for optimizer in optimizers:
-            self._in_models[id(optimizer)] = {id(p) for p in parameters_of(optimizer) if id(p) in known}
+        self._prepared.known.note(self._prepared.torch_optimizers, parameter_names(self.models))
 
     def watch(self, optimizer: Optimizer, accelerator: Accelerator) -> None:
         """Refuse `step` of an optimizer that was passed to `prepare`, if only `step` of what it returned is right."""
@@ -777,14 +776,17 @@ class StepChecks:
     def check_parameters(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that trains parameters of a layer that has been replaced."""
         self.checked.add(id(optimizer))
+        self._prepared.known.note_trained(optimizer)
         foreign = foreign_parameters(optimizer, self.models)
+        if foreign:
+            replaced = self._prepared.known.replaced(optimizer, parameter_names(self.models))
+            foreign = [p for p in foreign if id(p) not in replaced]
         if not foreign:
             return
         own_loop = self._state.own_loop
         if own_loop:  # your own training loop may also train what no prepared model has, if it does not save that
-            in_models = self._in_models.get(id(optimizer), set())
             mixed = len(foreign) < len(parameters_of(optimizer)) and any(isinstance(p, nn.Parameter) for p in foreign)
-            if not mixed and not any(id(p) in in_models for p in foreign):
+            if not mixed and not any(p in self._prepared.known for p in foreign):
                 return
         name, shape = type(optimizer).__name__, shape_of(foreign[0])
         raise OptimizerError(

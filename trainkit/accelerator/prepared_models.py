@@ -19,6 +19,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
 from trainkit.module.blocks import find_repeated_blocks, select_modules
 from trainkit.nested import map_tensors
+from trainkit.optim.parameter_names import KnownParameters
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import Precision
 from trainkit.strategy import Strategy
@@ -128,12 +129,14 @@ class PreparedObjects:
 
     Attributes:
         models: The user's own, without wrappers.
+        known: The parameters that the optimizers had when training began.
     """
 
     models: list[nn.Module] = field(default_factory=list)
     optimizers: list[PreparedOptimizer] = field(default_factory=list)
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
+    known: KnownParameters = field(default_factory=KnownParameters)
 
     @property
     def torch_optimizers(self) -> list[Optimizer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,9 +11,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from trainkit.console import join_names, notice, quantity
 from trainkit.errors import UnsavableError
 
 __all__ = [
+    "KnownParameters",
     "ParameterNames",
     "clean_names",
     "clean_paths",
@@ -38,6 +40,90 @@ class ParameterNames(dict[int, str]):
     def __init__(self) -> None:
         super().__init__()
         self.parameters: dict[str, nn.Parameter] = {}
+
+
+class KnownParameters:
+    """The names that the optimizers' parameters had when training began, to recognize a frozen copy that was replaced.
+
+    A module may replace a copy of itself that only gives targets, and an optimizer of all parameters then still has those of
+    the old copy. As long as nothing has trained either of them, the old ones take no part in training, and a checkpoint
+    stores them under their names, without state. A layer that is trained must not be replaced like that.
+
+    Args:
+        sharded: The strategy keeps the optimizer state itself, so that it is unknown what has been trained.
+    """
+
+    def __init__(self, sharded: bool = False) -> None:
+        self._sharded = sharded
+        self._names: dict[int, str] = {}
+        self._versions: dict[int, int] = {}  # of what has not been trained; torch counts the changes of a tensor
+        self._reported: set[str] = set()
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._names
+
+    def note(self, optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> None:
+        """Training begins, or continues after a load: remember the parameters of these optimizers.
+
+        Args:
+            optimizers: The optimizers.
+            names: `parameter_names` of the modules.
+        """
+        for parameter in (p for one in optimizers for group in one.param_groups for p in group["params"]):
+            if id(parameter) in names:
+                self._names[id(parameter)] = names[id(parameter)]
+                if not parameter.is_inference():
+                    self._versions[id(parameter)] = parameter._version
+
+    def note_trained(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step: what has a gradient is trained. A fused step of SGD leaves no other trace."""
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            self._versions.pop(id(parameter), None)
+
+    def replaced(self, optimizer: Optimizer, names: ParameterNames) -> dict[int, str]:
+        """`id(parameter)` → name, for the parameters that were replaced in the modules without having been trained.
+
+        Neither the old nor the new parameter has a gradient; the old one has no state and the value that it had, and the new
+        one is not in the optimizer. A notice names them once.
+
+        Args:
+            optimizer: The optimizer.
+            names: `parameter_names` of the modules.
+        """
+        if self._sharded:
+            return {}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        ids = set(map(id, parameters))
+        result: dict[int, str] = {}
+        for old in parameters:
+            name = self._names.get(id(old), "")
+            new = names.parameters.get(name)
+            if id(old) in names or new is None or id(new) in ids or new.shape != old.shape:
+                continue
+            if new.grad is None and not optimizer.state.get(old) and self._is_untouched(old):
+                result[id(old)] = name
+        self._report(optimizer, [name for name in result.values() if name not in self._reported])
+        return result
+
+    def _is_untouched(self, parameter: Tensor) -> bool:
+        return (
+            parameter.grad is None and id(parameter) in self._versions and self._versions[id(parameter)] == parameter._version
+        )
+
+    def _report(self, optimizer: Optimizer, names: list[str]) -> None:
+        if names:
+            self._reported.update(names)
+            replaced = quantity(len(names), "untrained parameter was", "untrained parameters were")
+            notice(
+                f"{replaced} replaced in the module ({join_names(names)}), and {type(optimizer).__name__} does not train the "
+                "new ones. If it should, copy into them: module.layer.load_state_dict(new.state_dict())"
+            )
+
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._names.clear()
+        self._versions.clear()
+        self._reported.clear()
 
 
 def clean_names(module: nn.Module) -> dict[str, str]:

@@ -229,7 +229,8 @@ def _name(parameter: Tensor, names: Mapping[int, str], index: int, kind: str) ->
             f"optimizer {index} ({kind}) contains a parameter of shape {shape_of(parameter)} that belongs to no module of the "
             "run, so it has no name in the checkpoint. Fix: make it a parameter of the module: self.weight = "
             "nn.Parameter(...). If its layer was replaced, create the optimizer after that: "
-            f"torch.optim.{kind}(model.parameters()). If it belongs to another model, prepare that too."
+            f"torch.optim.{kind}(model.parameters()); or copy into it: layer.load_state_dict(new.state_dict()). If it belongs "
+            "to another model, prepare that too."
         )
     return name
 

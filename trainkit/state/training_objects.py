@@ -18,7 +18,7 @@ from trainkit.console import notice, quantity
 from trainkit.data.order import ORDER_VERSION
 from trainkit.errors import CorruptCheckpointError, StateMismatchError, UnknownNameError, nearest
 from trainkit.optim.optimizer_copy import StoredOptimizer
-from trainkit.optim.parameter_names import parameter_names, without_pruning
+from trainkit.optim.parameter_names import KnownParameters, ParameterNames, parameter_names, without_pruning
 from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
 from trainkit.state.model import ModelState, capture_model, plan_model
@@ -64,6 +64,19 @@ class TrainingObjects:
     schedulers: Sequence[Any]
     precision: Precision
     strategy: Strategy = _PLAIN
+    known: KnownParameters = field(default_factory=KnownParameters)
+
+    def names(self) -> ParameterNames:
+        """The names of the parameters, and those of parameters of the optimizers that were replaced untrained."""
+        names = parameter_names(self.models)
+        for optimizer in self.optimizers:
+            names.update(self.known.replaced(optimizer, names))
+        return names
+
+    def note_parameters(self) -> None:
+        """Loading has changed the parameters: remember them anew."""
+        if self.optimizers:
+            self.known.note(self.optimizers, parameter_names(self.models))
 
 
 @dataclass
@@ -242,7 +255,7 @@ def capture(
         captured.attachments = config_files(models[0]["configs"])
     if weights_only:
         return captured
-    names = parameter_names(objects.models)
+    names = objects.names()
     tensors = captured.tensors["optimizer"] = {}
     captured.state["optimizers"] = []
     for index, optimizer in enumerate(objects.optimizers):
@@ -314,6 +327,7 @@ def restore(
             _check_schedulers(objects, state, what, regrouped)
     notices = [text for load in loads for text in load()]
     objects.strategy.restored(objects.optimizers if "optimizer" in components else ())
+    objects.note_parameters()
     if "scheduler" in components:
         for scheduler, saved in zip(objects.schedulers, state["schedulers"], strict=True):
             with _with_advice(components, "scheduler"):
@@ -394,7 +408,7 @@ def _plan_optimizers(
     _same_number("optimizers", objects.optimizers, state["optimizers"], what)
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []
-    names = parameter_names(objects.models)
+    names = objects.names()
     dtypes = {
         (f"{model_stem(n)}/" if n else "") + without_pruning(name, tensors[model_stem(n)]): tensor.dtype
         for n in range(len(objects.models))

@@ -29,7 +29,8 @@ __all__ = ["capture_run", "restore_loop", "restore_run", "training_objects"]
 def training_objects(run: Run) -> TrainingObjects:
     """What is trained."""
     schedulers = [config.scheduler for config in run.schedulers]
-    return TrainingObjects([run.module], run.torch_optimizers, schedulers, run.strategy.precision, run.strategy)
+    known = run.accelerator.known_parameters
+    return TrainingObjects([run.module], run.torch_optimizers, schedulers, run.strategy.precision, run.strategy, known)
 
 
 def capture_run(run: Run, loader: PreparedLoader | None) -> dict[str, Any]:
