@@ -14,14 +14,14 @@ from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, parameters_of, same
 from helpers.support import run_python
 from helpers.worlds.worlds import run_world
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.checkpoint import open_checkpoint, saver
 from trainkit.checkpoint.pointers import resolve_pointer
 from trainkit.console import TrainkitWarning
-from trainkit.errors import CheckpointError, CheckpointWriteError, OptimizerError, UnsavableError
+from trainkit.errors import CheckpointError, CheckpointWriteError, OptimizerError, StateMismatchError, UnsavableError
 
 
 class Saves(Callback):
@@ -321,3 +321,31 @@ def test_a_hook_that_removes_a_tied_tensor() -> None:
     again = Tied.load_from_checkpoint("there")
     assert again.layer.weight.equal(torch.ones(1, 4))
     assert again.layer.bias.equal(module.layer.bias)
+
+
+class Followed(TinyModule):
+    """A frozen copy of the layer takes its values at the end of the third epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copy = nn.Linear(4, 1).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.copy(batch[0]).mean()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 2:
+            self.copy.load_state_dict(self.layer.state_dict())
+
+
+def test_frozen_parameters_that_change_are_not_taken_for_the_first_ones() -> None:
+    """A checkpoint without them says which values it needs, and a warning says that nobody has these."""
+    torch.manual_seed(0)
+    save = ModelCheckpoint(dirpath="kept", save="trainable", save_top_k=-1, filename="{epoch}")
+    with pytest.warns(TrainkitWarning, match=r"copy\.weight, copy\.bias changed since the checkpoint before.*save='all'"):
+        make_trainer(save, enable_checkpointing=True, max_epochs=3).fit(Followed(), tiny_loader())
+    torch.manual_seed(0)
+    make_trainer(max_epochs=3).fit(Followed(), tiny_loader(), ckpt_path="kept/epoch=1")
+    torch.manual_seed(0)
+    with pytest.raises(StateMismatchError, match="of a model with another base"):
+        make_trainer(max_epochs=4).fit(Followed(), tiny_loader(), ckpt_path="kept/epoch=2")

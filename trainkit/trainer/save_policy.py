@@ -77,7 +77,8 @@ class SavePolicy:
         self._last_finite: Path | None = None
         self._nonfinite: deque[tuple[int, CommitResult]] = deque()  # the step; the writer's thread appends
         self._warned_of_nonfinite = False
-        self._fingerprint: tuple[list[str], str] | None = None
+        # of the frozen parameters: name → object and number of its changes; and the fingerprint
+        self._fingerprint: tuple[dict[str, tuple[int, int | None]], str] | None = None
         self._reserves = False
         self._said_unknown = False
         self._replaced = False  # Whether the weights were replaced by some that no metric was computed with.
@@ -196,11 +197,23 @@ class SavePolicy:
             state["omitted"] = omitted
 
     def _fingerprint_frozen(self) -> str:
-        """The fingerprint of the parameters that are not trained; computed again only when other parameters are frozen."""
+        """The fingerprint of the parameters that are not trained; computed again only when these, or their values, change."""
         module = self._run.module
-        frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+        frozen = {
+            name: (id(parameter), None if parameter.is_inference() else parameter._version)
+            for name, parameter in module.named_parameters()
+            if not parameter.requires_grad
+        }
         if self._fingerprint is None or self._fingerprint[0] != frozen:
-            self._fingerprint = frozen, fingerprint_frozen(module, self._run.strategy.stored_weights(module))
+            before, now = self._fingerprint, fingerprint_frozen(module, self._run.strategy.stored_weights(module))
+            self._fingerprint = frozen, now
+            if before is not None and before[0].keys() == frozen.keys() and before[1] != now:
+                changed = [name for name in frozen if frozen[name] != before[0][name]]
+                warn(
+                    f"save='trainable' does not store parameters with requires_grad=False, but {join_names(changed)} changed "
+                    "since the checkpoint before: no run can resume from this one, because it would need their values. "
+                    "Fix: ModelCheckpoint(save='all')"
+                )
         return self._fingerprint[1]
 
     def _place(self) -> dict[str, Any]:
