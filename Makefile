@@ -154,11 +154,13 @@ $(VENDORS)/.made: constraints.txt constraints-vendors.txt | $(RUN)
 	"$(VENDORS)/bin/python" -m pip install --disable-pip-version-check -c "$(VENDORS)/constraints.txt" \
 	  torch cloudpickle fsspec numpy PyYAML safetensors tqdm xxhash hypothesis pytest scikit-learn tensorboard torchmetrics \
 	  dvclive hydra-core joblib optuna optuna-integration 'ray[train,tune]'
-# Libraries that are built on Lightning, with Lightning; trainkit is read from the checkout.
+
+# Libraries that are built on Lightning or import Accelerate, with both; trainkit is read from the checkout.
 $(LIBRARIES)/.made: constraints.txt | $(RUN)
 	[ -x "$(LIBRARIES)/bin/python" ] || $(RUN) -m venv "$(LIBRARIES)"
 	"$(LIBRARIES)/bin/python" -m pip install --disable-pip-version-check -c constraints.txt \
-	  torch lightning==2.6.6 xxhash tensorboard "darts[torch]==0.48.1" scvi-tools==1.4.2
+	  torch lightning==2.6.6 xxhash tensorboard "darts[torch]==0.48.1" scvi-tools==1.4.2 \
+	  accelerate peft transformers diffusers==0.42.1 trl==1.16.0
 	@touch $@
 
 # What the demo needs; the tests need that and more.

@@ -1,6 +1,6 @@
 """Libraries that are built on Lightning run here as they are: training, saving, loading and a resume, in as many steps.
 
-`make test-slow` installs them, and Lightning, in an environment of their own.
+So do those that import Accelerate. `make test-slow` installs them, with both packages, in an environment of their own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).with_name("libraries")
 PYTHON = Path(os.environ.get("TRAINKIT_LIBRARIES", ""), "bin", "python")
+MISSING = "the libraries are not there: make test-slow installs them"
 
 
 def printed(script: str, folder: Path, *launcher: str) -> dict[str, Any]:
@@ -34,9 +35,20 @@ def printed(script: str, folder: Path, *launcher: str) -> dict[str, Any]:
 @pytest.mark.parametrize("script", ["forecast.py", "cells.py"])
 def test_a_library(script: str, run_dir: Path) -> None:
     if not PYTHON.is_file():
-        pytest.skip("darts and scvi-tools are not there: make test-slow installs them")
+        pytest.skip(MISSING)
     real = printed(script, run_dir / "lightning")
     ours = printed(script, run_dir / "trainkit", "-m", "trainkit", "launch", "--as", "lightning")
     for key in ("epochs", "steps"):
         assert ours.get(key) == real.get(key)
     assert ours.get("elbo", []) == pytest.approx(real.get("elbo", []), rel=0.02)  # they draw random numbers in a step
+
+
+def test_libraries_that_import_accelerate(run_dir: Path) -> None:
+    """peft, transformers, diffusers and trl are imported, and a LoRA model has the losses that it has with Accelerate."""
+    if not PYTHON.is_file():
+        pytest.skip(MISSING)
+    real = printed("adapters.py", run_dir / "accelerate")
+    ours = printed("adapters.py", run_dir / "trainkit", "-m", "trainkit", "launch", "--as", "accelerate")
+    assert (real["of"], ours["of"]) == ("accelerate.accelerator", "trainkit.accelerator.accelerator")
+    assert ours["losses"] == real["losses"]
+    assert ours["losses"][-1] < ours["losses"][0] - 0.05
