@@ -441,7 +441,7 @@ def test_files_of_checkpoints_are_at_the_url(bucket: MemoryFileSystem, monkeypat
         remote_sync.wait()
         write_ckpt(open_checkpoint(path), file_of(path))
         link_last(file_of(path))
-        staged(".newest.ckpt.tmp").write_bytes(b"that of a write that goes on")
+        staged(".newest.ckpt.tmp").write_bytes(b"that of an unfinished write")
         remote_sync.wait()
     remote_sync.finish()
     assert [one for one in uploaded if one.endswith((".ckpt", ".tmp"))] == [

@@ -339,7 +339,7 @@ class Followed(TinyModule):
 
 
 def test_frozen_parameters_that_change_are_not_taken_for_the_first_ones() -> None:
-    """A checkpoint without them says which values it needs, and a warning says that nobody has these."""
+    """A checkpoint without them says which values it needs, and a warning says that these are stored nowhere."""
     torch.manual_seed(0)
     save = ModelCheckpoint(dirpath="kept", save="trainable", save_top_k=-1, filename="{epoch}")
     with pytest.warns(TrainkitWarning, match=r"copy\.weight, copy\.bias changed since the checkpoint before.*save='all'"):

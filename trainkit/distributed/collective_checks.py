@@ -143,7 +143,7 @@ class CollectiveChecks:
         return self._after_failures(calls) or self._exchange_calls(verb, value, place, again=self._world.is_main)
 
     def _after_failures(self, calls: list[Any]) -> list[Any] | None:
-        """Raise what the main process has told; returns what `_exchange_calls` returns, or `None`: it must be repeated."""
+        """Raise what the main process has reported; returns what `_exchange_calls` returns, or `None`: it must be repeated."""
         main, *others = calls
         if main[6] and any(call[:2] != main[:2] for call in others):
             return [main[:4]] if self._world.is_main else None
@@ -324,13 +324,13 @@ class WriteFailure(NamedTuple):
     Attributes:
         error: What it was.
         raised: The main process has raised the error.
-        told: What the others are told, as JSON: the number of the failure, the number of optimizer steps before it, and the
+        report: What the others receive, as JSON: the number of the failure, the number of optimizer steps before it, and the
             class and the text of the error.
     """
 
     error: Exception
     raised: bool
-    told: list[Any]
+    report: list[Any]
 
 
 class FailuresOfMain:
@@ -347,7 +347,7 @@ class FailuresOfMain:
         updates: Number of optimizer steps at the last save.
         writers: What writes in other threads. Their `note_failures` is called before each verb, and calls `note`.
         values: What this process had at the last save since the last verb. If all have called it, the next verb compares.
-        known: On other processes, what `is_news` needs: the number of the last failure that it was told of, and `updates` of
+        known: On other processes, what `is_news` needs: the number of the last failure that it has received, and `updates` of
             the saves that have failed on this process too.
     """
 
@@ -363,8 +363,8 @@ class FailuresOfMain:
     def note(self, error: Exception, raised: bool = False) -> None:
         """Note a failure, on the main process; `raised`: it has raised the error, and the others have not."""
         self._failures += 1
-        told = [self._failures, self.updates, type(error).__name__, str(error) or type(error).__name__]
-        self._noted.append(WriteFailure(error, raised, told))
+        report = [self._failures, self.updates, type(error).__name__, str(error) or type(error).__name__]
+        self._noted.append(WriteFailure(error, raised, report))
         self._record()
 
     def note_own(self) -> None:
@@ -372,10 +372,10 @@ class FailuresOfMain:
         self.known[1].append(self.updates)
 
     def all(self) -> list[list[Any]]:
-        """What the others are told of the failures that they may not know; JSON."""
+        """The reports that the others receive, of the failures that they may not know; JSON."""
         for writer in list(self.writers):
             writer.note_failures()
-        return [failure.told for failure in self._noted]
+        return [failure.report for failure in self._noted]
 
     def raise_here(self) -> None:
         """Raise the first failure that this process has not raised."""
@@ -397,11 +397,11 @@ class FailuresOfMain:
         """
         if not failures:
             return False
-        news = next((told for told in failures if any(is_news(told, one) for one in known)), None)
+        news = next((report for report in failures if any(is_news(report, one) for one in known)), None)
         last, *_ = failures[-1] if news is None else news
         if not self._noted:
             self.raise_unknown(failures if news is None else [news])
-        while self._noted and self._noted[0].told[0] <= last:
+        while self._noted and self._noted[0].report[0] <= last:
             failure = self._noted.popleft()
             self._record()
             if not failure.raised:
@@ -410,24 +410,24 @@ class FailuresOfMain:
 
     def raise_unknown(self, failures: Sequence[list[Any]]) -> None:
         """On another process, raise the first failure of the main process that it has not raised."""
-        for told in failures:
-            number, updates, name, text = told
+        for report in failures:
+            number, updates, name, text = report
             last, own = self.known
             if number <= last:
                 continue
-            news = is_news(told, self.known)
+            news = is_news(report, self.known)
             self.known = number, own if news else [other for other in own if other != updates]
             if news:
                 raise error_of_rank("rank 0", name, text, CheckpointWriteError)
 
     def _record(self) -> None:
         """Let processes that wait find the failures that this one has raised."""
-        self._collectives.failed = [failure.told for failure in self._noted if failure.raised]
+        self._collectives.failed = [failure.report for failure in self._noted if failure.raised]
 
 
-def is_news(told: Sequence[Any], known: Sequence[Any]) -> bool:
-    """Whether a process raises a failure that it is told of, given its `FailuresOfMain.known`."""
-    (number, updates, *_), (last, own) = told, known
+def is_news(report: Sequence[Any], known: Sequence[Any]) -> bool:
+    """Whether a process raises a failure that it receives, given its `FailuresOfMain.known`."""
+    (number, updates, *_), (last, own) = report, known
     return number > last and updates not in own
 
 

@@ -74,7 +74,7 @@ class TrainingObjects:
         return names
 
     def note_parameters(self) -> None:
-        """Loading has changed the parameters: remember them anew."""
+        """Loading has changed the parameters: remember them as they are now."""
         if self.optimizers:
             self.known.note(self.optimizers, parameter_names(self.models))
 
