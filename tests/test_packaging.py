@@ -174,6 +174,7 @@ def test_the_metadata_says_what_it_is(source: Path, from_checkout: Path) -> None
         "cli",
         "fp8",
         "rich",
+        "transformers",
         "all",
         "docs",
         "dev",
