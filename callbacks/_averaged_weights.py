@@ -215,7 +215,8 @@ class AveragedWeights(Callback):
             checkpoint[TRAINED_WEIGHTS] = trained
 
     def on_load_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
-        if trainer.stage != "fit":
+        training_is_over = self._trained is not None and not self._borrowed
+        if trainer.stage != "fit" or training_is_over:
             self._forget()  # the weights that are loaded now stay in the module
             return
         shown = checkpoint["state_dict"]

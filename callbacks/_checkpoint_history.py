@@ -277,6 +277,7 @@ class CheckpointHistory(Checkpoint):
     also: Literal["ckpt", False]
     _default_dirpath: bool
     _names_files: bool
+    _limit: int | None  # maximum number of checkpoints in all; None: keep_last decides
 
     def _start_history(self) -> None:
         self._ranking: dict[str, Tensor] = {}  # path of the folder → value, the best first
@@ -568,14 +569,20 @@ class CheckpointHistory(Checkpoint):
         Those whose parameters are not finite go before all others, and never make the newest of the others unnecessary.
         """
         if self.keep_last == -1 or (self.monitor is None and self.save_top_k == -1):
-            return []
+            return []  # `check_best` has refused a limit
         protected = {*save.best, *self._ranking, save.path}
         saved = self._list_saved(Path(save.path).parent, run_id)
         order = sorted((one.finite is not False, one.save_counter, path) for path, one in saved.items())
         rest = [path for _, _, path in order if path not in protected]
-        keep = self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it counts as one of the newest
+        keep = self._number_of_others(save, len(saved) - len(rest))
         newest = order[-1][-1] if order and order[-1][0] and not finite else ""
         return [path for path in rest[: max(0, len(rest) - keep)] if path != newest]
+
+    def _number_of_others(self, save: Save, protected: int) -> int:
+        """How many checkpoints to keep in addition to the best and the newest, of which there are `protected`."""
+        if self._limit is not None and self.keep_last:
+            return max(0, self._limit - protected)
+        return self.keep_last if save.path in save.best else max(0, self.keep_last - 1)  # it counts as one of the newest
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -86,7 +86,8 @@ class ModelCheckpoint(CheckpointHistory):
             in it. None: after each validation if `monitor` is a metric logged by then, else at the end of the epoch.
         enable_version_counter: False: a checkpoint replaces one of the same name, unless that is one of the best and remains
             so.
-        keep_last: Number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best.
+        keep_last: Number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best. Other
+            numbers are replaced by `Trainer(save_total_limit=)`, which counts the best ones too.
         save: `"all"` of the model, or `"trainable"`: trained parameters, buffers and a fingerprint of the others. None:
             `"trainable"` for a model with PEFT adapters.
         checksum: How its files are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone replaces.
@@ -187,6 +188,7 @@ class ModelCheckpoint(CheckpointHistory):
         self._begun = self._validates = self._validated = self._epoch_ended = False
         self._at_train_epoch_end = self._decided = False
         self._content = self.save
+        self._limit = None
 
     @property
     def state_key(self) -> str:
@@ -211,6 +213,7 @@ class ModelCheckpoint(CheckpointHistory):
             self.dirpath = os.path.join(trainer.default_root_dir, "checkpoints") if trainer.fast_dev_run else None
         if trainer.fast_dev_run:
             return
+        self._limit = trainer._save_policy.total_limit
         if self.dirpath is None:
             trainer._save_policy.save_folders.use_of_run(self._use_folder)
         else:

@@ -51,6 +51,7 @@ class Checkpointing:
         self.saves: list[dict[str, Any]] = []
         self.values: dict[str, tuple[float, int]] = {}
         self.batches = 0
+        self.total_limit: int | None = None
         self.reason: str | None = None
         self.hold = self.fail = self.break_capture = False
         self.nonfinite: set[int] = set()  # steps whose parameters are NaN

@@ -136,6 +136,7 @@ def saved_with(trainer: Trainer, seen: Seen) -> str:
     return open_checkpoint(callback.last_model_path).manifest.checksum
 
 
+SAVES = {"enable_checkpointing": True}
 EFFECTS: dict[str, Effect] = {
     "strategy": Effect({"strategy": Strategy("cpu", "64-true")}, lambda t, s: t.strategy.precision.name, "32-true", "64-true"),
     "precision": Effect(
@@ -166,6 +167,9 @@ EFFECTS: dict[str, Effect] = {
         {"val_check_interval": 0.5}, lambda t, s: sorted({*s.validated}), [-1, 4, 8], [-1, 2, 4, 6, 8]
     ),
     "val_every_n_steps": Effect({"val_every_n_steps": 3}, lambda t, s: sorted({*s.validated}), [-1, 4, 8], [-1, 3, 6]),
+    "validate_at_end": Effect(
+        {"validate_at_end": True}, lambda t, s: sorted({*s.validated}), [-1, 4], [-1, 4, 6], {"max_steps": 6}
+    ),
     "check_val_every_n_epoch": Effect({"check_val_every_n_epoch": 2}, lambda t, s: sorted({*s.validated}), [-1, 4, 8], [-1, 8]),
     "accumulate_grad_batches": Effect({"accumulate_grad_batches": 2}, lambda t, s: t.global_step, 8, 4),
     "global_batch_size": Effect({"global_batch_size": 8}, lambda t, s: t.global_step, 8, 4),
@@ -182,6 +186,10 @@ EFFECTS: dict[str, Effect] = {
     "enable_progress_bar": Effect({"enable_progress_bar": True}, attached(TQDMProgressBar), False, True),
     "enable_model_summary": Effect({"enable_model_summary": True}, attached(ModelSummary), False, True),
     "enable_checkpointing": Effect({"enable_checkpointing": True}, attached(ModelCheckpoint), False, True),
+    "restore_best": Effect(
+        {"restore_best": "val_loss"}, lambda t, s: [one.monitor for one in t.checkpoint_callbacks], [None], ["val_loss"], SAVES
+    ),
+    "save_total_limit": Effect({"save_total_limit": 1}, lambda t, s: len([*Path().rglob("step-*")]), 2, 1, SAVES),
     "checksum": Effect({"checksum": "sha256"}, saved_with, "xxh3-128", "sha256", {"enable_checkpointing": True}),
     "deterministic": Effect({"deterministic": True}, lambda t, s: s.during["deterministic"], False, True),
     "benchmark": Effect({"benchmark": True}, lambda t, s: s.during["benchmark"], False, True),

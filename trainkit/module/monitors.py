@@ -81,5 +81,5 @@ def why_no_validation(run: Trainer) -> str | None:
 
 
 def of_validation(monitor: str) -> bool:
-    """Whether the name of a metric begins with "val"."""
-    return monitor.lower().startswith("val")
+    """Whether the name of a metric begins with "val" or "eval"."""
+    return monitor.lower().startswith(("val", "eval"))

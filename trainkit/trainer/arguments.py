@@ -114,6 +114,21 @@ def _omitted(value: Any, name: str) -> Sequence[str] | None:
     return names
 
 
+def _best(value: Any, name: str) -> Any:
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if not isinstance(value, load_callback("model_checkpoint")):
+        raise ConfigurationError(
+            f"{name} must be the name of a logged metric or a ModelCheckpoint, not {value!r}. For example: {name}='val_loss'"
+        )
+    if value.monitor is None:
+        raise ConfigurationError(
+            f"{name} is a ModelCheckpoint without a monitor, so none of its checkpoints is the best. For example: "
+            f"{name}=ModelCheckpoint(monitor='val_accuracy', mode='max')"
+        )
+    return value
+
+
 def _determinism(value: Any, name: str) -> Any:
     if value not in (True, False, None, "warn"):
         raise ConfigurationError(f"{name} must be True, False or 'warn', not {value!r}.")
@@ -193,6 +208,8 @@ class TrainerArguments:
             metrics are discarded.
         inference_mode: Run `validate`, `test` and `predict` under `torch.inference_mode`; `False`: under `torch.no_grad`, like
             the validation in a fit, since what is created there may be used in training.
+        validate_at_end: Validate after the last optimizer step of a fit if no validation came after it, as when `max_steps`,
+            `max_time` or a stop request ends an epoch early. The last checkpoint has its metrics.
 
     Args: What is shown and kept
         logger: `True` (the default): TensorBoard if it is installed, otherwise CSV. `False`: none. Or a logger, its name
@@ -205,6 +222,12 @@ class TrainerArguments:
         enable_model_summary: Add `ModelSummary`.
         enable_checkpointing: Add `ModelCheckpoint`, unless `callbacks` has one. It saves at the end of each epoch, every 30
             minutes and when training ends, and keeps the two newest checkpoints.
+        restore_best: A metric, as passed to `self.log`, or a `ModelCheckpoint` with a `monitor`: after `fit` the module has the
+            parameters and buffers of the best checkpoint. A run resumes from the last one all the same. A metric whose name
+            ends in `loss` should be small, any other large; if not, pass a `ModelCheckpoint` with its `mode`. Adds a
+            `ModelCheckpoint`, unless `callbacks` has one that monitors the metric. A fit that a signal stops restores nothing.
+        save_total_limit: Maximum number of checkpoints that `ModelCheckpoint` keeps of a run, the best ones and the newest
+            included, instead of its `keep_last`. If 1, and the newest is not the best, it keeps both.
         checksum: How the files of checkpoints are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone
             replaces, if the digest of the manifest is kept in another place.
         omit_from_checkpoint: Names that `on_save_checkpoint` adds to the checkpoint and that are not stored, because they
@@ -248,6 +271,7 @@ class TrainerArguments:
     check_val_every_n_epoch: int | None = argument(1, optional(whole(1)))
     num_sanity_val_steps: int | None = argument(None, optional(whole(-1)))
     inference_mode: bool = argument(True, switch, kept=False)
+    validate_at_end: bool = argument(False, switch)
     logger: Logger | Sequence[Logger | str] | bool | str | None = argument(None, kept=False)
     callbacks: Callback | Sequence[Callback] | None = argument(None, kept=False)
     default_root_dir: str | Path | None = argument(None, _root)
@@ -255,6 +279,8 @@ class TrainerArguments:
     enable_progress_bar: bool | None = argument(True, optional(switch), kept=False)
     enable_model_summary: bool | None = argument(True, optional(switch), kept=False)
     enable_checkpointing: bool | None = argument(True, optional(switch), kept=False)
+    restore_best: Callback | str | None = argument(None, _best)
+    save_total_limit: int | None = argument(None, optional(whole(1)))
     checksum: str = argument(DEFAULT_CHECKSUM, partial(choice, choices=tuple(CHECKSUMS)))
     omit_from_checkpoint: str | Sequence[str] | None = argument(None, _omitted)
     slurm_requeue: bool = argument(False, switch)

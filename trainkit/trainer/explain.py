@@ -22,6 +22,7 @@ from trainkit.launch.starting import folder_at_start, start_command
 from trainkit.loggers.run_files import STARTS, append_record, utc_now
 from trainkit.masking import mask_arguments, mask_text
 from trainkit.module.activation_checkpointing import checkpointing_choice
+from trainkit.trainer.best_weights import describe_best
 from trainkit.trainer.run_folder import folder_of_fit, list_folders, opens_files
 from trainkit.trainer.setup import describe_compilation
 
@@ -98,12 +99,17 @@ def _cadence(trainer: Trainer) -> list[str]:
         validation = f"at the end of {_every(arguments.check_val_every_n_epoch or 1, 'epoch')}"
     else:
         validation = f"every {arguments.val_check_interval:g} of an epoch"
+    validation += ", and after the last optimizer step" if arguments.validate_at_end else ""
     steps = trainer.log_every_n_steps
     log = f"{_every(steps, 'optimizer step')}, and at the end of an epoch" if steps else "at the end of an epoch"
     lines = ["When", f"  log            {log}", f"  validate       {validation}"]
     for config in trainer.lr_scheduler_configs:
         every = _every(config.frequency, "optimizer step" if config.interval == "step" else "epoch")
         lines.append(f"  scheduler      {type(config.scheduler).__name__} {every}")
+    if arguments.save_total_limit is not None:
+        lines.append(f"  keep           at most {quantity(arguments.save_total_limit, 'checkpoint')}")
+    if (best := describe_best(arguments, trainer.callbacks)) is not None:
+        lines.append(f"  restore        at the end of the fit the checkpoint with the {best}")
     return lines
 
 

@@ -45,6 +45,7 @@ from trainkit.names.doors import is_open
 from trainkit.registry import adapt, load_callback
 from trainkit.rng import Purpose, RandomState, Stage, mix, seed_generators
 from trainkit.tagged_json.codec import plain_container
+from trainkit.trainer.best_weights import check_best, keeper_to_add
 from trainkit.trainer.eval_loop import explain_inference_tensors
 from trainkit.trainer.profiler import Profiler
 from trainkit.trainer.progress import RunProgress
@@ -161,7 +162,10 @@ def attach_callbacks(
         raise ConfigurationError(
             "enable_checkpointing=False and a ModelCheckpoint in callbacks contradict each other. Remove one of them."
         )
+    if checkpoints:
+        callbacks += keeper_to_add(arguments, callbacks)
     attach("model_checkpoint", checkpoints, "enable_checkpointing")
+    check_best(arguments, callbacks)
     return _checkpoints_last(callbacks)
 
 
@@ -585,6 +589,7 @@ def _new_run(
         across_epochs = before.arguments.check_val_every_n_epoch is None
         progress = before.progress.continued(across_epochs) if before.continues else RunProgress()
         run = replace(run, continues=False, progress=progress, fitted=module, optimizers=[], schedulers=[], train_loader=None)
+        run.restored = None
         if before.save_policy is not None:
             renew_loggers(trainer)
         run.save_policy = SavePolicy(run)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainkit.trainer.run import Run
 
 __all__ = [
+    "announce_fit",
     "check_monitors",
     "notice_accumulated_steps",
     "notice_few_workers",
@@ -83,11 +84,29 @@ def warn_shared_names(run: Run, trained: Collection[str]) -> None:
 
 
 def warn_of_modes(run: Run) -> None:
-    """Warn if a callback or scheduler takes the lowest accuracy for the best, because "min" is the default of `mode`."""
+    """Warn if a callback or scheduler takes the lowest accuracy for the best, because "min" is the default of `mode`.
+
+    And if `restore_best` takes the highest error for the best, because its name does not end in "loss".
+    """
     for owner, monitor, mode in _monitors(run):
         words = set(re.findall(r"f1|[a-z]+", monitor.lower()))
+        if mode == "max" and monitor == run.arguments.restore_best and words & _SMALLER_IS_BETTER - {"loss"}:
+            warn(
+                f"restore_best={monitor!r} has mode='max': the highest value is the best. If the lowest is: "
+                f"restore_best=ModelCheckpoint(monitor={monitor!r}, mode='min')"
+            )
         if mode == "min" and words & _LARGER_IS_BETTER and not words & _SMALLER_IS_BETTER:
             warn(f"{owner}(monitor={monitor!r}) has mode='min': the lowest value is the best. If the highest is: mode='max'")
+
+
+def announce_fit(run: Run) -> None:
+    """Say where and for how long a fit runs, and warn of settings that the user cannot mean."""
+    arguments, strategy = run.arguments, run.strategy
+    if arguments.ends_by_default:
+        notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {arguments.max_epochs} epochs.")
+    notice(f"fit on {strategy.where}, {strategy.precision.name}, seed {run.seed}.")
+    warn_rare_logs(run)
+    warn_of_modes(run)
 
 
 def warn_rare_logs(run: Run) -> None:

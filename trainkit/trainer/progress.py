@@ -96,6 +96,7 @@ class RunProgress:
         validation_due: the time between validations is over: validate after the next step.
         validations: how many times the validation interval has been reached, in this epoch or, if it counts across epochs, in
             all.
+        validated_step: `global_step` of the newest complete validation; 0 before the first.
         earlier_batches: micro-batches of earlier epochs.
         extra_batches: number of micro-batches that this epoch has more than others, because it was resumed on a different
             number of processes, at a position that is not a multiple of that number.
@@ -130,6 +131,7 @@ class RunProgress:
     next_save_step: float = math.inf
     validation_due: bool = False
     validations: int = 0
+    validated_step: int = 0
     earlier_batches: int = 0
     extra_batches: int = 0
     validation_start: ValidationStart | None = None
@@ -154,7 +156,8 @@ class RunProgress:
         Args:
             across_epochs: the validation interval counts across epochs.
         """
-        counters = ("global_step", "current_epoch", "batches_done", "validations", "earlier_batches", "extra_batches")
+        of_run = ("global_step", "current_epoch", "validations", "validated_step")
+        counters = (*of_run, "batches_done", "earlier_batches", "extra_batches")
         after = RunProgress(**{name: getattr(self, name) for name in counters})
         if after.batches_done:
             after.begin_next_epoch(after.batches_done, across_epochs)
@@ -267,18 +270,35 @@ class DueDates:
     @property
     def may_stop(self) -> bool:
         """Whether `min_epochs` and `min_steps` are reached, so that a stop request counts."""
-        arguments, progress = self._arguments, self._progress
-        enough_epochs = arguments.min_epochs is None or progress.current_epoch >= arguments.min_epochs
-        return enough_epochs and (arguments.min_steps is None or progress.global_step >= arguments.min_steps)
+        return self._may_stop_after(self._progress.current_epoch)
 
     @property
     def training_ends(self) -> bool:
         """Whether training ends before the next epoch."""
+        return self._ends_after(self._progress.current_epoch)
+
+    def validates_last(self, complete: bool) -> bool:
+        """Whether to validate at the end of an epoch because training ends with it and its last step was not validated.
+
+        Args:
+            complete: the epoch counts as complete.
+        """
+        arguments, progress = self._arguments, self._progress
+        missing = arguments.validate_at_end and 0 < progress.global_step != progress.validated_step
+        return missing and self._ends_after(progress.current_epoch + complete)
+
+    def _ends_after(self, epochs: int) -> bool:
+        """Whether training ends when this number of epochs is complete."""
         max_epochs = self._arguments.max_epochs
         assert max_epochs is not None
-        if self.max_steps_reached or -1 < max_epochs <= self._progress.current_epoch:
+        if self.max_steps_reached or -1 < max_epochs <= epochs:
             return True
-        return self._progress.should_stop and self.may_stop
+        return self._progress.should_stop and self._may_stop_after(epochs)
+
+    def _may_stop_after(self, epochs: int) -> bool:
+        arguments = self._arguments
+        enough_epochs = arguments.min_epochs is None or epochs >= arguments.min_epochs
+        return enough_epochs and (arguments.min_steps is None or self._progress.global_step >= arguments.min_steps)
 
     def logs(self, step: int) -> bool:
         """Whether optimizer step number `step` ends in a log boundary."""

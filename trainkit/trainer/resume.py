@@ -65,8 +65,10 @@ __all__ = [
     "best_of_fit",
     "check_restore",
     "find_checkpoint",
+    "load_found",
     "load_weights",
     "newest_of",
+    "read_checkpoint",
     "restore_fit",
 ]
 
@@ -779,15 +781,29 @@ def _run_load_hooks(run: Run, loaded: LoadedCheckpoint) -> dict[str, Any]:
 def load_weights(run: Run, ckpt_path: str | os.PathLike[str], strict: bool = True) -> None:
     """Load only the model's weights, for an evaluation; `strict` as for `restore_fit`."""
     checkpoint = find_checkpoint(run, ckpt_path, search_folders(run), whole=False)
-    if checkpoint is None:
-        return
+    if checkpoint is not None:
+        load_found(run, checkpoint, strict)
+        notice(f"weights of {checkpoint}.")
+
+
+def read_checkpoint(run: Run, path: Path) -> FoundCheckpoint:
+    """Read the weights of a checkpoint folder on all processes.
+
+    Raises:
+        CheckpointNotFoundError: it does not exist.
+        CorruptCheckpointError: it is damaged.
+    """
+    return _read(run.strategy, path, whole=False)
+
+
+def load_found(run: Run, checkpoint: FoundCheckpoint, strict: bool = True) -> None:
+    """Load the weights of a checkpoint that was read; `strict` as for `restore_fit`."""
     loaded, run.ckpt_path = checkpoint.loaded, str(checkpoint.path)
     seen = _run_load_hooks(run, loaded)
     objects = TrainingObjects([run.module], [], [], run.strategy.precision, run.strategy)
     tensors, aliases, what = {"model": seen["state_dict"]}, loaded.manifest.aliases, str(checkpoint.path)
     strict = strict and run.module.strict_loading
     restore(objects, tensors, loaded.state, aliases, components={"model"}, what=what, strict=strict)
-    notice(f"weights of {checkpoint}.")
 
 
 def _override(objects: TrainingObjects, overrides: Mapping[str, Any]) -> None:

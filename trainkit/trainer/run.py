@@ -110,6 +110,7 @@ class Run:
         schedulers: of the fit.
         train_loader: the training batches; `None` before a fit is set up.
         ckpt_path: the checkpoint that the run has loaded; `None`: it has loaded none.
+        restored: the best checkpoint, if the module has its weights instead of those of the last step.
         validation: the validation within a fit; `None`: no validation.
         evaluation: the evaluation that is running.
         evaluations: all evaluations of this run, by name.
@@ -160,6 +161,7 @@ class Run:
     start_record: StartRecord | None = None
     checkpoint: FoundCheckpoint | None = None
     ckpt_path: str | Path | None = None
+    restored: Path | None = None
     recomputed: CheckpointedModules | None = None
     wrapped_module: nn.Module = field(init=False)
     due: DueDates = field(init=False)

@@ -88,6 +88,7 @@ def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
         "position": loader.gather_position(loader.position(progress.current_epoch, progress.batches_consumed)),
         "window": progress.batches_consumed - progress.batches_done,
         "validated": progress.validations,
+        "validated_step": progress.validated_step,
         "earlier_batches": progress.earlier_batches,
         "validation_pending": validating,
         "validation_batches": 0 if validation is None else validation.began if validating else validation.count,
@@ -125,7 +126,8 @@ def restore_loop(run: Run, training: Training, saved: Mapping[str, Any]) -> None
         progress.begin_stopping()
     progress.should_stop = bool(saved["should_stop"])
     progress.computed = {str(name): int(step) for name, step in saved["computed"].items()}
-    advanced = saved.get("advanced", {})  # absent from checkpoints of earlier versions
+    # absent from checkpoints of earlier versions
+    advanced, progress.validated_step = saved.get("advanced", {}), int(saved.get("validated_step", 0))
     progress.advanced = {str(index): int(step) for index, step in advanced.items()}
     if run.validation is not None:
         run.validation.count = int(saved["validation_batches"])

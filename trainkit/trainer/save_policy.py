@@ -493,6 +493,16 @@ class SavePolicy:
         """A callback has given the module other weights at the end of training: they are worth a checkpoint of their own."""
         self._replaced = self._run.progress.global_step > self._run.progress.first_step  # a resumed one may have them already
 
+    @property
+    def replaced(self) -> bool:
+        """Whether `weights_replaced` was called, so that no metric is of the weights of the module."""
+        return self._replaced
+
+    @property
+    def total_limit(self) -> int | None:
+        """Maximum number of checkpoints to keep of the run; `None`: no limit."""
+        return self._run.arguments.save_total_limit
+
     def _is_current(self, name: str) -> bool:
         """Whether a metric was computed in the current step, and with the weights of the module."""
         run = self._run
@@ -521,6 +531,8 @@ class SavePolicy:
     def why_not_savable(self, exception: BaseException) -> str | None:
         """After an error, why a checkpoint of this moment would be useless or impossible; `None` if it is neither."""
         run = self._run
+        if run.restored is not None:
+            return "the module has the weights of the best checkpoint, and the last step is saved"
         if run.signals.twice:
             return "Ctrl-C was pressed twice"
         agreed = run.signals.received is not None and isinstance(exception, Preempted | KeyboardInterrupt)

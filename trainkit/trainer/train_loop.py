@@ -320,11 +320,13 @@ def finish_epoch(run: Run, training: Training, complete: bool, exhausted: bool) 
         validate(run, training, at_end=True)
     progress.phase = Phase.EPOCH_END
     progress.epoch_complete = complete
+    validate_last(run, training, complete)
     metrics.batch = None
     metrics.scope = Scope.TRAIN_EPOCH
     run.preview_metrics("on_train_epoch_end")
     hooks.run("on_train_epoch_end")
     run.end_metrics_of_epoch()  # Callbacks that run last may have logged metrics.
+    validate_last(run, training, complete)  # a hook may have requested the end of training
     if complete:
         advance_schedulers(run, training, "epoch", progress.current_epoch + 1)
         progress.begin_next_epoch(progress.batches_done, run.arguments.check_val_every_n_epoch is None)
@@ -388,7 +390,7 @@ def validate(run: Run, training: Training, at_end: bool = False) -> None:
     Args:
         run: the run.
         training: what its loop calls.
-        at_end: at the end of an epoch whose length was unknown. A run that resumes in it reaches this again by itself.
+        at_end: at the end of an epoch. A run that resumes in it reaches this again by itself.
     """
     refresh_validation(run)
     progress, validation = run.progress, run.validation
@@ -404,7 +406,16 @@ def validate(run: Run, training: Training, at_end: bool = False) -> None:
     finally:
         progress.validating = False
     progress.validation_start = None
+    progress.validated_step = progress.global_step
     advance_plateaus(run, training)
+
+
+def validate_last(run: Run, training: Training, complete: bool) -> None:
+    """With `validate_at_end`, validate the last step of a fit unless that was done; `complete` as for `finish_epoch`."""
+    if run.arguments.validate_at_end and run.validation is not None:
+        training.safe_points.agree_now()  # Any rank may have requested the end of training.
+        if run.due.validates_last(complete):
+            validate(run, training, at_end=True)
 
 
 def advance_schedulers(run: Run, training: Training, interval: str, count: int) -> None:

@@ -47,6 +47,7 @@ from trainkit.trainer.arguments import (
     read_arguments,
     with_settings,
 )
+from trainkit.trainer.best_weights import check_best, check_validation, restore_best
 from trainkit.trainer.eval_loop import check_sanity, evaluate, gather_predictions
 from trainkit.trainer.explain import StartRecord, end_line, explain, folders_line, results_table
 from trainkit.trainer.lifecycle import (
@@ -64,7 +65,7 @@ from trainkit.trainer.lifecycle import (
 )
 from trainkit.trainer.lightning_views import ConnectorView, FitLoopView
 from trainkit.trainer.loaders import train_loader, warn_of_no_batch
-from trainkit.trainer.notices import warn_eval_mode, warn_of_modes, warn_rare_logs
+from trainkit.trainer.notices import announce_fit, warn_eval_mode
 from trainkit.trainer.profiler import PASS_THROUGH, Profiler, make_profiler
 from trainkit.trainer.resume import begin_resume, best_of_fit, check_restore, load_weights, restore_fit
 from trainkit.trainer.run import Run
@@ -201,6 +202,7 @@ class Trainer:
             saves = run.save_policy
             assert saves is not None  # each fit has them
             run.user_loaders = loaders
+            check_best(run.arguments, run.callbacks)  # configure_callbacks may have replaced some
             begin_resume(run, saves, ckpt_path, components, chosen=restore is not None, strict=strict)
             set_up(self, run)
             loader = train_loader(run, train_dataloaders)
@@ -209,6 +211,7 @@ class Trainer:
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")
                 return
             run.validation = prepare_evaluation(run, "validation", val_dataloaders)
+            check_validation(run)
             build_hooks(self, run)
             training = prepare_training(run, loader, saves.safe_points)
             resumed = restore_fit(run, training, components, overrides or {}, strict)
@@ -220,11 +223,7 @@ class Trainer:
             start_loggers(run)
             saves.begin()
             run.start_record = StartRecord(run, ckpt_path, began)
-            if self._arguments.ends_by_default:
-                notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {self.max_epochs} epochs.")
-            notice(f"fit on {self.strategy.where}, {self.precision}, seed {run.seed}.")
-            warn_rare_logs(run)
-            warn_of_modes(run)
+            announce_fit(run)
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)
@@ -234,6 +233,8 @@ class Trainer:
                 training = refresh_train_loader(run, training)
                 loop.train_epoch(run, training)
             loop.end_training(run)
+            agree_on_signals(run)
+            restore_best(run)
             run.hooks.run("on_fit_end")
             agree_on_signals(run)
         notice(" ".join(filter(None, (end_line(self), folders_line(self)))))
@@ -373,6 +374,12 @@ class Trainer:
         if not weights_only and (run.train_loader is None or run.given_module is not run.fitted):
             weights_only = True
             notice("this Trainer has not run fit with the module, so save_checkpoint saves its weights only.")
+        elif not weights_only and run.restored is not None:
+            weights_only = True
+            notice(
+                f"the module has the weights of {run.restored} (restore_best), and the optimizer is that of the last step, so "
+                "save_checkpoint saves the weights only. To resume, use the last checkpoint: fit(..., ckpt_path='last')"
+            )
         if run.save_policy is None:
             run.save_policy = SavePolicy(run)
         run.save_policy.save_to(path, weights_only=weights_only, blocking=blocking)
