@@ -84,8 +84,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     `<!-- help: plot -->` becomes what `trainkit plot --help` prints, `<!-- names: trainkit.data -->` a table of the public
     names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
     `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`, and
-    `<!-- accelerate: imports -->` one of the names of Accelerate that trainkit does not have. `<!-- rooms -->` becomes the
-    picture of the rooms of trainkit.
+    `<!-- accelerate: imports -->` one of the names of Accelerate that trainkit does not have, as `<!-- hugging_face: hooks -->`
+    is one of the names of the Hugging Face Trainer. `<!-- rooms -->` becomes the picture of the rooms of trainkit.
     """
     if page.file.src_uri.startswith("reference/"):
         page.meta.setdefault("search", {"boost": 0.3})
@@ -93,6 +93,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     markdown = re.sub(r"<!-- names: (\S+)(.*?) -->", lambda match: table_of_names(match[1], match[2].split()), markdown)
     markdown = re.sub(r"<!-- lightning: (\S+) -->", lambda match: table_of_lightning(match[1]), markdown)
     markdown = re.sub(r"<!-- accelerate: (\S+) -->", lambda match: table_of_accelerate(match[1]), markdown)
+    markdown = re.sub(r"<!-- hugging_face: (\S+) -->", lambda match: table_of_hugging_face(match[1]), markdown)
     if "<!-- rooms -->" in markdown:
         markdown = markdown.replace("<!-- rooms -->", import_module("docs.rooms").picture())
     home = config.extra["repository"]
@@ -145,6 +146,19 @@ def table_of_accelerate(group: str) -> str:
     """
     table = import_module("trainkit.names").table("accelerate")
     return rows_of("Accelerate", uses_of(table[group] if group in table else table["arguments"][group]))
+
+
+def table_of_hugging_face(group: str) -> str:
+    """A table of names of the Hugging Face Trainer, from the table that the messages of trainkit use.
+
+    Args:
+        group: "arguments" of `TrainingArguments`, "constructor" for those of its `Trainer`, "imports", "attributes", "state" or
+            "hooks".
+    """
+    table = import_module("trainkit.names").table("hugging_face")
+    advice = table[group] | (table["unwarned_hooks"] if group == "hooks" else {})
+    same = {" ".join(table["same"]): "the same"} if group == "arguments" else {}
+    return rows_of("Hugging Face Trainer", same | uses_of(advice))
 
 
 def uses_of(advice: dict[str, str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from trainkit import Accelerator, Callback, Trainer
 from trainkit.callbacks import LambdaCallback, NonFiniteGuard
 from trainkit.errors import UnknownNameError, UnsupportedArgumentError
 from trainkit.module.hook_table import HOOKS
-from trainkit.names import advice_by_place
+from trainkit.names import advice_by_place, table
 
 ADVICE = advice_by_place()
 
@@ -197,6 +197,9 @@ TRAINER = [
     "log_grad_norm",
     "activation_checkpointing",
     "compile",
+    "restore_best",
+    "save_total_limit",
+    "validate_at_end",
 ]
 
 # Arguments of the Trainer of Lightning 2.6, from its reference.
@@ -270,7 +273,7 @@ def test_lightnings_arguments_are_ours_or_refused() -> None:
     assert set(TRAINER) | set(ADVICE["Trainer"]) >= LIGHTNING
 
 
-@pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
+@pytest.mark.parametrize("name", sorted(table("lightning")["arguments"]["Trainer"]))
 def test_what_is_not_supported_is_refused_with_the_replacement(name: str) -> None:
     with pytest.raises(UnsupportedArgumentError, match=rf"Trainer\({name}=...\): {re.escape(ADVICE['Trainer'][name])}"):
         Trainer(**{name: object()})

@@ -25,11 +25,12 @@ from trainkit.errors import (
     UnsupportedArgumentError,
 )
 from trainkit.loggers import CSVLogger
-from trainkit.names import advice_by_place
+from trainkit.names import advice_by_place, table
 from trainkit.profilers import SimpleProfiler
 from trainkit.trainer.loaders import limit_batches
 
 ADVICE = advice_by_place()
+OF_LIGHTNING = table("lightning")["arguments"]["Trainer"]
 
 # Every argument of Lightning's Trainer, in version 2 and in earlier versions.
 LIGHTNING_2 = """
@@ -91,7 +92,7 @@ def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement() 
     assert not set(OURS) & set(ADVICE["Trainer"])
 
 
-@pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
+@pytest.mark.parametrize("name", sorted(OF_LIGHTNING))
 @pytest.mark.parametrize("value", ["x", 7, 0.5, object()])
 def test_an_argument_of_lightning_that_is_not_offered(name: str, value: Any) -> None:
     """It is rejected with any value but Lightning's default: an argument that is accepted must have an effect."""
@@ -156,7 +157,7 @@ def test_values_like_a_default_are_rejected(name: str, value: Any) -> None:
     assert refused(**{name: value}) == f"Trainer({name}=...): {ADVICE['Trainer'][name]}."
 
 
-@pytest.mark.parametrize("name", sorted(ADVICE["Trainer"]))
+@pytest.mark.parametrize("name", sorted(OF_LIGHTNING))
 def test_a_replacement_that_is_named_exists(name: str) -> None:
     """The advice for an argument of Lightning names only arguments that exist."""
     words = ADVICE["Trainer"][name].replace("fit(module, ckpt_path=", "").replace("=", " = ").replace("(", " ").split()

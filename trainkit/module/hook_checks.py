@@ -12,12 +12,14 @@ from trainkit.errors import HookError, make_instance
 from trainkit.module.hook_callers import callers_elsewhere, find_self_calls
 from trainkit.module.hook_table import DATA_METHODS, HOOKS, MODULE_METHODS, STATE_METHODS, STEPS, accepts
 from trainkit.module.overridable_hooks import is_overridden
+from trainkit.names import table
 
 __all__ = ["REMOVED", "WARNED", "check_callback", "check_datamodule", "check_module", "check_names"]
 
 # Methods that Lightning (in this or earlier versions), Keras or the Hugging Face Trainer calls and trainkit does not → what to
-# use instead.
+# use instead. Those of the Hugging Face Trainer are data.
 REMOVED: dict[str, str] = {
+    **table("hugging_face")["hooks"],
     "training_epoch_end": "on_train_epoch_end (keep what you need of the outputs in an attribute)",
     "validation_epoch_end": "on_validation_epoch_end (keep what you need of the outputs in an attribute)",
     "test_epoch_end": "on_test_epoch_end (keep what you need of the outputs in an attribute)",
@@ -25,11 +27,9 @@ REMOVED: dict[str, str] = {
     "validation_step_end": "validation_step",
     "test_step_end": "test_step",
     "on_epoch_start": "on_train_epoch_start",
-    "on_epoch_end": "on_train_epoch_end",
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
     "on_init_start": "setup",
-    "on_init_end": "setup",
     "on_pretrain_routine_start": "on_fit_start",
     "on_pretrain_routine_end": "on_fit_start",
     "on_keyboard_interrupt": "on_exception",
@@ -45,20 +45,11 @@ REMOVED: dict[str, str] = {
     "on_hpc_load": "on_load_checkpoint",
     "on_validation_model_zero_grad": "on_validation_start: validation does not change the gradients",
     "on_batch_begin": "on_train_batch_start",
-    "on_epoch_begin": "on_train_epoch_start",
-    "on_evaluate": "on_validation_end",
-    "on_optimizer_step": "on_before_zero_grad",
-    "on_predict": "on_predict_end",
     "on_predict_batch_begin": "on_predict_batch_start",
     "on_predict_begin": "on_predict_start",
-    "on_pre_optimizer_step": "on_before_optimizer_step",
-    "on_save": "on_save_checkpoint",
-    "on_step_begin": "on_train_batch_start",
-    "on_step_end": "on_train_batch_end",
     "on_test_batch_begin": "on_test_batch_start",
     "on_test_begin": "on_test_start",
     "on_train_batch_begin": "on_train_batch_start",
-    "on_train_begin": "on_train_start",
     "get_progress_bar_dict": "self.log(name, value, prog_bar=True)",
     "tbptt_split_batch": "a loop over the parts of the sequence under manual optimization",
 }

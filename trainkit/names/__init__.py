@@ -1,7 +1,8 @@
-"""Names of packages: imported on first use, and what to use instead of a name of Lightning or Accelerate that is not here.
+"""Names of packages: imported on first use, and what to use instead of a name of another framework that is not here.
 
-The names of the other frameworks are data: `lightning.json` and `accelerate.json`, which are read with the first error. A group
-is a module below `lightning.pytorch` ("" is that itself) and holds the names of all its files. The keys of `lightning.json`:
+The names of Lightning, Accelerate and the Hugging Face Trainer are data: one JSON file for each, read when it is needed. A
+group is a module below `lightning.pytorch` ("" is that itself) and holds the names of all its files. The keys of
+`lightning.json`:
 
 - `same`: group → module of trainkit → the names that it has.
 - `fabric`: group of `lightning.fabric` ("" is any, also of `lightning.pytorch`) → name → the module of trainkit that has it.
@@ -19,6 +20,11 @@ is a module below `lightning.pytorch` ("" is that itself) and holds the names of
 For `trainkit.names.doors` both have the `version` of the framework that trainkit follows, and `accelerate.json` also its
 `modules`, the `homes` of their names in trainkit, `unavailable`: functions whose answer is no, and `placeholders`: names that
 other libraries import and we do not have.
+
+`hugging_face.json` has the `version` of transformers, and what to use → names: `arguments` of `TrainingArguments`, arguments of
+the `constructor` of its Trainer, `imports` ("import ..." stands for the name), `attributes` of a Trainer and of its `state`.
+`same`: arguments that our Trainer has with the same meaning. `hooks`: hook → ours. `unwarned_hooks`: the same, for names that
+users give to their own methods. `carried`: as above.
 """
 
 from __future__ import annotations
@@ -145,13 +151,20 @@ def _is_import_from(depth: int) -> bool:
 
 @cache
 def table(framework: str) -> dict[str, Any]:
-    """The names of a framework, "lightning" or "accelerate"; see the top of this file."""
+    """The names of a framework, "lightning", "accelerate" or "hugging_face"; see the top of this file."""
     content: dict[str, Any] = json.loads(Path(__file__).with_name(f"{framework}.json").read_text("utf-8"))
     if framework == "lightning":
         content["absent"] = {group: _by_name(uses) for group, uses in content["absent"].items()}
-    else:
-        content |= {key: _by_name(content[key]) for key in ("imports", "trackers")}
+    content |= {key: _by_name(content[key]) for key in _BY_USE.get(framework, ())}
+    if framework == "hugging_face":
+        content["imports"] = {n: use.replace("import ...", f"import {n}") for n, use in content["imports"].items()}
     return content
+
+
+_BY_USE = {
+    "accelerate": ("imports", "trackers"),
+    "hugging_face": ("arguments", "attributes", "constructor", "imports", "state"),
+}  # groups in which a file has what to use → names
 
 
 def _by_name(uses: Mapping[str, list[str]]) -> dict[str, str]:
@@ -163,24 +176,26 @@ def advice_by_place() -> dict[str, dict[str, str]]:
     """Place → name → what to use.
 
     A class or function means its arguments, "accelerator", "strategy" and "trainer" the attributes of an object,
-    "precision" and "log_with" names of precisions and trackers, "log_kwargs" arguments of a tracker's `log`, "trainkit"
-    imports of Accelerate's names.
+    "trainer.state" those of the state of a trainer, "precision" and "log_with" names of precisions and trackers,
+    "log_kwargs" arguments of a tracker's `log`, "trainkit" imports of names of Accelerate and the Hugging Face Trainer.
     """
-    lightning, accelerate = table("lightning"), table("accelerate")
+    lightning, accelerate, hugging_face = table("lightning"), table("accelerate"), table("hugging_face")
     places = {**lightning["arguments"], **accelerate["arguments"]}
+    places["Trainer"] = hugging_face["arguments"] | hugging_face["constructor"] | places["Trainer"]
     places |= dict.fromkeys(("Trainer.predict", "Trainer.test", "Trainer.validate"), places["Trainer.fit"])
     return places | {
         "Accelerator.load_state": places["Accelerator.save_state"],
         "accelerator": accelerate["attributes"],
         "log_with": accelerate["trackers"],
         "strategy": lightning["members"]["Strategy"],
-        "trainer": lightning["members"]["Trainer"],
-        "trainkit": accelerate["imports"],
+        "trainer": hugging_face["attributes"] | lightning["members"]["Trainer"],
+        "trainer.state": hugging_face["state"],
+        "trainkit": hugging_face["imports"] | accelerate["imports"],
     }
 
 
 def advice(where: str, name: str) -> str | None:
-    """What to use instead of a name in a place of `advice_by_place`; `None` if neither framework has it."""
+    """What to use instead of a name in a place of `advice_by_place`; `None` if no framework has it."""
     return advice_by_place().get(where, {}).get(name)
 
 
@@ -211,7 +226,7 @@ def refuse_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str])
         known: The names of the known arguments.
 
     Raises:
-        UnsupportedArgumentError: Lightning or Accelerate has it; the message names the replacement.
+        UnsupportedArgumentError: Another framework has it; the message names the replacement.
         UnknownNameError: Another name; the message has the nearest one.
     """
     for name, value in unknown.items():
@@ -225,7 +240,7 @@ def refuse_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str])
 
 def _with_value(fix: str, name: str, value: Any) -> str:
     """The advice with the user's value in it, if the value means the same there."""
-    kinds = table("lightning")["carried"].get(name, [])
+    kinds = table("lightning")["carried"].get(name) or table("hugging_face")["carried"].get(name, [])
     return fix.replace("...", repr(value), 1) if type(value).__name__ in kinds else fix
 
 
@@ -236,7 +251,7 @@ def _is_default(name: str, value: Any) -> bool:
 
 
 def use_instead(module: str, name: str) -> str | None:
-    """What to use instead of a name that a module does not have; `None` if neither Lightning nor Accelerate has it.
+    """What to use instead of a name that a module does not have; `None` if no other framework has it.
 
     Args:
         module: The full name of the module that was asked for it.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from trainkit.names import absent_attribute
 
 __all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]
 
@@ -77,6 +80,11 @@ class TrainerState:
     status: TrainerStatus = TrainerStatus.INITIALIZING
     fn: TrainerFn | None = None
     stage: RunningStage | None = None
+
+    if not TYPE_CHECKING:  # type checkers report unknown attributes themselves
+
+        def __getattr__(self, name: str) -> Any:
+            raise absent_attribute(self, "trainer.state", "trainer.state", name)
 
     @property
     def finished(self) -> bool:
