@@ -255,7 +255,7 @@ def test_positions_of_predict_that_are_meant_otherwise() -> None:
 @pytest.mark.parametrize(
     "name, wrong",
     [
-        ("max_epochs", [-2, 1.0, "3", True]),
+        ("max_epochs", [-2, -0.5, -2.0, float("nan"), float("inf"), "3", True]),
         ("min_epochs", [-1, 1.5, True]),
         ("max_steps", [-2, None, 1e3, "5"]),
         ("min_steps", [-1, 0.5]),

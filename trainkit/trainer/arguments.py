@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +25,7 @@ from trainkit.checks import (
     real_number,
     switch,
     whole,
+    whole_number,
 )
 from trainkit.config.settings import Settings, read_process_settings
 from trainkit.errors import ConfigurationError, UnknownNameError, nearest
@@ -76,6 +79,14 @@ def _interval(value: Any, name: str) -> int | float | timedelta | None:
         f"above 0.0 up to 1.0) or a time such as '00:00:30:00', not {value!r}. To validate every N optimizer steps: "
         "val_every_n_steps=N"
     )
+
+
+def _epochs(value: Any, name: str) -> int | float | None:
+    if value is None:
+        return None
+    if isinstance(value, float) and 0.0 < value < math.inf:
+        return int(value) if value.is_integer() else value
+    return whole_number(value, name, -1, expected="an integer ≥ -1 (-1: no limit) or a float above 0, such as 2.5")
 
 
 def _as_time(value: Any) -> timedelta | None:
@@ -173,7 +184,8 @@ class TrainerArguments:
         benchmark: Let cuDNN choose kernels by timing them. The setting from before is restored after the run.
 
     Args: How long
-        max_epochs: Maximum number of epochs; -1: no limit. Default: 1000 if neither `max_steps` nor `max_time` is given.
+        max_epochs: Maximum number of epochs; -1: no limit. Default: 1000 if neither `max_steps` nor `max_time` is given. 2.5 is
+            two epochs and the first half of the optimizer steps of a third one, rounded up; the loader needs a length.
         min_epochs: Minimum number of epochs, even if a callback requests a stop.
         max_steps: Maximum number of optimizer steps; -1: no limit.
         min_steps: Minimum number of optimizer steps, even if a callback requests a stop.
@@ -249,7 +261,7 @@ class TrainerArguments:
     deterministic: bool | str | None = argument(None, _determinism)
     compile: bool | str | Mapping[str, Any] | None = argument(None, kept=False)
     benchmark: bool | None = argument(None, optional(switch), kept=False)
-    max_epochs: int | None = argument(None, optional(whole(-1)))
+    max_epochs: int | float | None = argument(None, _epochs)
     min_epochs: int | None = argument(None, optional(whole(0)))
     max_steps: int = argument(-1, whole(-1))
     min_steps: int | None = argument(None, optional(whole(0)))
@@ -290,6 +302,7 @@ class TrainerArguments:
     def __post_init__(self) -> None:
         self._raw = {name: getattr(self, name) for name, one in arguments_of(TrainerArguments).items() if one.kept}
         self.ends_by_default = False  # no argument says when training ends
+        self.fractional_epochs: float | None = None  # max_epochs, if it is not whole
         self.accumulation_schedule: Mapping[int, int] | None = None  # if accumulate_grad_batches was one
         self._read_schedule()
         for name, value in check_arguments(TrainerArguments, {name: getattr(self, name) for name in self._raw}).items():
@@ -310,6 +323,12 @@ class TrainerArguments:
             ConfigurationError: the value is wrong, or contradicts another argument.
         """
         return TrainerArguments(**{**self._raw, name: value})
+
+    def limited_to(self, steps: int) -> TrainerArguments:
+        """These arguments for a fit of at most `steps` optimizer steps."""
+        limited, most = copy.copy(self), int(self._raw["max_steps"])
+        limited.max_steps = steps if most == -1 else min(steps, most)
+        return limited
 
     @property
     def accumulation(self) -> int:
@@ -375,6 +394,9 @@ class TrainerArguments:
         if self.fast_dev_run in (0, 1):
             self.fast_dev_run = bool(self.fast_dev_run)
         self.gradient_clip_val = self.gradient_clip_val or None
+        if isinstance(self.max_epochs, float) and not self.fast_dev_run:
+            self.fractional_epochs = self.max_epochs
+            self.max_epochs = math.ceil(self.max_epochs)
 
     def _set_defaults(self) -> None:
         """Set defaults, also those that depend on other arguments."""

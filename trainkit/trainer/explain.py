@@ -82,7 +82,7 @@ def _arithmetic(trainer: Trainer) -> list[str]:
         shown = "unknown" if math.isinf(batches) else str(batches)
         lines.append(f"  micro-batches per epoch           {shown}")
         lines.append(f"  optimizer steps in the whole fit  {_format_number(trainer.estimated_stepping_batches)}")
-    limits = {"max_epochs": trainer.max_epochs, "max_steps": trainer.max_steps}
+    limits = {"max_epochs": trainer._arguments.fractional_epochs or trainer.max_epochs, "max_steps": trainer.max_steps}
     lines += [f"  {name:<34}{'no limit' if value == -1 else value}" for name, value in limits.items()]
     return lines
 
@@ -156,7 +156,8 @@ def end_reason(trainer: Trainer) -> str:
     if trainer.fast_dev_run:
         reasons.append("fast_dev_run, which writes nothing")
     elif -1 < trainer.max_steps <= trainer.global_step:
-        reasons.append(f"max_steps={trainer.max_steps} reached")
+        epochs = trainer._arguments.fractional_epochs
+        reasons.append(f"max_steps={trainer.max_steps} reached" + (f" (max_epochs={epochs})" if epochs else ""))
     elif -1 < trainer.max_epochs <= trainer.current_epoch:
         reasons.append(f"max_epochs={trainer.max_epochs} reached")
     if trainer.should_stop and not trainer.fast_dev_run:

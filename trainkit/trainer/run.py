@@ -199,6 +199,26 @@ class Run:
         self.accumulation = arguments.accumulation
         self.due = DueDates(arguments, self.progress)
 
+    def limit_epochs(self) -> None:
+        """Limit a fit whose `max_epochs` is not whole to a number of optimizer steps, when the training loader is known.
+
+        Raises:
+            ConfigurationError: the loader has no length.
+        """
+        epochs, batches = self.arguments.fractional_epochs, self.max_batches
+        if epochs is None:
+            return
+        if math.isinf(batches):
+            raise ConfigurationError(
+                f"max_epochs={epochs} needs a training loader with a length, and this one has none. Limit the optimizer steps, "
+                "max_steps=1000, or the micro-batches of an epoch, limit_train_batches=1000"
+            )
+        by_epoch = [math.ceil(batches / self.accumulation_in(epoch)) for epoch in range(math.ceil(epochs))]
+        part = (epochs - math.floor(epochs)) * by_epoch.pop()
+        steps = sum(by_epoch) + math.ceil(round(part, 6))  # 0.1 * 10 of 1.1 epochs is not exactly 1
+        self.arguments = self.arguments.limited_to(steps)
+        self.due = DueDates(self.arguments, self.progress)
+
     def __getstate__(self) -> dict[str, Any]:
         """What a copy keeps: what the user chose, and the results. What belongs to this process and its data is made again.
 

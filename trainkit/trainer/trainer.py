@@ -206,6 +206,7 @@ class Trainer:
             begin_resume(run, saves, ckpt_path, components, chosen=restore is not None, strict=strict)
             set_up(self, run)
             loader = train_loader(run, train_dataloaders)
+            run.limit_epochs()
             if loader.limit == 0 or self.max_epochs == 0 or self.max_steps == 0:
                 run.train_loader = None  # Without a loader, nothing can be saved that could not be resumed.
                 notice("nothing to train: max_epochs, max_steps or limit_train_batches is 0.")

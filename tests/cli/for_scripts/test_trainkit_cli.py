@@ -55,6 +55,28 @@ def test_arguments_and_types() -> None:
     assert any(isinstance(callback, Timer) for callback in cli.trainer.callbacks)
 
 
+BEST = """
+trainer:
+  restore_best: {class_path: ModelCheckpoint, init_args: {monitor: val_error, mode: min}}
+  save_total_limit: 2
+  validate_at_end: true
+  max_epochs: 2.5
+"""
+
+
+def test_what_a_fit_keeps_and_restores() -> None:
+    Path("best.yaml").write_text(BEST, "utf-8")
+    trainer = built("--config=best.yaml").trainer
+    [callback] = trainer.checkpoint_callbacks
+    assert isinstance(callback, ModelCheckpoint)
+    assert (callback.monitor, callback.mode) == ("val_error", "min")
+    assert "the checkpoint with the smallest val_error" in trainer.explain()
+    assert "max_epochs                        2.5" in trainer.explain()
+    [callback] = built("--trainer.restore_best=val_accuracy", "--trainer.max_epochs=1.5").trainer.checkpoint_callbacks
+    assert isinstance(callback, ModelCheckpoint)
+    assert (callback.monitor, callback.mode) == ("val_accuracy", "max")
+
+
 LIGHTNINGS = """
 trainer:
   logger: {class_path: lightning.pytorch.loggers.CSVLogger, init_args: {save_dir: logs}}
