@@ -27,6 +27,7 @@ from trainkit.checkpoint.folder import ListedCheckpoint, list_checkpoints, remov
 from trainkit.checkpoint.manifest import Manifest, checkpoint_identity, is_checkpoint
 from trainkit.checkpoint.pointers import POINTER, checkpoint_of, resolve_pointer
 from trainkit.checkpoint.reader import inspect_checkpoint, open_checkpoint
+from trainkit.checkpoint.urls import RemoteCheckpoint, remote_sync
 from trainkit.checks import whole_number
 from trainkit.console import notice, prints_here
 from trainkit.errors import CheckpointError, ConfigurationError, MissingMetricError, UnsupportedArgumentError, nearest
@@ -622,7 +623,7 @@ def score_of(value: float) -> Tensor:
 def _find(name: str, folders: Sequence[str]) -> str:
     """The checkpoint of that name in the earlier folder or, if it was moved or copied, in the current one; else ""."""
     places = [os.path.join(folder, name) for folder in folders if name]
-    there = [place for place in dict.fromkeys(places) if os.path.isdir(place)]
+    there = [place for place in dict.fromkeys(places) if os.path.isdir(place) or _at_url(place) is not None]
     identities = [checkpoint_identity(Path(place)) for place in there]
     if len(there) == 2 and identities[0] and identities[0] == identities[1]:
         return there[1]
@@ -638,4 +639,12 @@ def _still_there(scores: Mapping[str, Any], folders: Sequence[str]) -> dict[str,
 def _may_be_best(path: str) -> bool:
     """Whether a checkpoint exists, and its manifest does not say that its parameters are not finite."""
     manifest = inspect_checkpoint(Path(path))[0] if path else None
+    if path and manifest is None and (remote := _at_url(path)) is not None:
+        manifest = remote.manifest
     return path != "" and (manifest is None or manifest.finite is not False)
+
+
+def _at_url(path: str) -> RemoteCheckpoint | None:
+    """The checkpoint at the URL of a path, which this machine may not have downloaded."""
+    folder, name = os.path.split(path)
+    return remote_sync.checkpoints(Path(folder)).get(name)

@@ -79,6 +79,27 @@ def test_a_run_continues_on_another_machine(bucket: MemoryFileSystem) -> None:
     assert url_of(trainer.default_root_dir) == ROOT
 
 
+class Scored(Adam):
+    """Step 2 has the best value."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", abs(self.trainer.global_step - 2.0))
+
+
+def test_the_best_weights_of_a_run_that_another_machine_began(bucket: MemoryFileSystem) -> None:
+    def fit(steps: int, **more: Any) -> dict[str, Any]:
+        module = Scored()
+        arguments = {"default_root_dir": ROOT, "enable_checkpointing": True, "max_epochs": -1, "max_steps": steps}
+        trainer = make_trainer(restore_best="val_loss", save_total_limit=2, val_every_n_steps=2, **arguments)
+        trainer.fit(module, tiny_loader(16, shuffle=True), tiny_loader(4), **more)
+        return parameters_of(module)
+
+    first = fit(4)
+    forget()
+    assert same(fit(8, ckpt_path="auto"), first)
+    assert [path[-1] for path in checkpoints(bucket)] == ["2", "8"]
+
+
 def test_what_is_damaged_there_is_passed_for_an_older_one(bucket: MemoryFileSystem, recwarn: pytest.WarningsRecorder) -> None:
     fitted(ROOT, 4)
     bucket.pipe_file(f"{RUN}/checkpoints/step-00000004/model.safetensors", b"x" * 100)
