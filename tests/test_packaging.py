@@ -100,7 +100,12 @@ def test_the_wheel_holds_every_module_once(source: Path, from_checkout: Path) ->
         for folder, package in house.PACKAGES.items()
         for file in house.python_files(source / folder)
     }
-    data = ["trainkit/names/accelerate.json", "trainkit/names/lightning.json", "trainkit/py.typed"]
+    data = [
+        "trainkit/names/accelerate.json",
+        "trainkit/names/hugging_face.json",
+        "trainkit/names/lightning.json",
+        "trainkit/py.typed",
+    ]
     assert sorted(name for name in names if not name.endswith(".py")) == data
 
 
