@@ -158,6 +158,15 @@ def test_a_generator_that_starts_again(verify: Verify) -> None:
 
 
 @pytest.mark.slow
+def test_the_last_states_are_compared_and_not_the_best(verify: Verify) -> None:
+    """After `restore_best` a checkpoint has weights only, so it is removed: its metric, which is never logged, is no error."""
+    best = "import functools; Trainer = functools.partial(Trainer, restore_best=ModelCheckpoint(monitor='never'))"
+    code, lines, _ = verify(first=best)
+    assert code == 0
+    assert lines[-2:] == SAME
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("words, steps, more", [
     ((), 3, 1),  # the checkpoint at the end of an epoch, killed in the step after it
     (("workers", "manual"), 5, 2),

@@ -183,6 +183,7 @@ class _PatchedTrainer:
             **passed,
             "default_root_dir": self.task.root,
             "max_steps": max_steps if shorter else self.task.total,
+            "restore_best": None,  # the last states are compared
             "callbacks": [_Recorder(self.task), *user_callbacks],
         }
 

@@ -133,7 +133,8 @@ def restore_best(run: Run) -> None:
         best = resolve_pointer(Path(path))
         manifest = inspect_checkpoint(best)[0]
         last = (saves.run_id, run.progress.global_step, False)
-        return [str(best), manifest is not None and (manifest.run_id, manifest.step, saves.replaced) == last]
+        is_last = manifest is not None and (manifest.run_id, manifest.step, saves.replaced) == last
+        return [str(best), is_last, f"{keeper.monitor}={float(keeper.best_model_score):.6g}, the {_extreme(keeper)}"]
 
     found = run_on_all_ranks(world, find)
     if found is None:
@@ -143,16 +144,15 @@ def restore_best(run: Run) -> None:
             "step: Trainer(validate_at_end=True)"
         )
         return
-    best, is_last = Path(found[0]), found[1]
-    score = f"{keeper.monitor}={float(keeper.best_model_score):.6g}, the {_extreme(keeper)}"
+    best, is_last, score = found
     if is_last:
         notice(f"restore_best: {best} ({score}) is of the last step, whose weights the module has.")
         return
     try:
-        checkpoint = read_checkpoint(run, best)
-    except CheckpointError as error:
+        checkpoint = read_checkpoint(run, Path(best))
+        load_found(run, checkpoint)
+    except CheckpointError as error:  # raised before anything has changed
         raise type(error)(f"restore_best: the best checkpoint cannot be restored, and {kept}. {error}") from error
-    load_found(run, checkpoint, strict=True)
     run.restored = checkpoint.path
     instead = "of the last step" if not saves.replaced else "that a callback has averaged at the end"
     notice(f"restore_best: the module has the weights of {checkpoint}, {score}, instead of those {instead}.")
