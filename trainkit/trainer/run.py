@@ -219,6 +219,11 @@ class Run:
         self.arguments = self.arguments.limited_to(steps)
         self.due = DueDates(self.arguments, self.progress)
 
+    def note_start(self) -> None:
+        """A fit starts, new or resumed, with the loaders that it has, at the step that it has."""
+        self.loaded_in = self.val_loaded_in = self.progress.current_epoch
+        self.progress.first_step = self.progress.global_step
+
     def __getstate__(self) -> dict[str, Any]:
         """What a copy keeps: what the user chose, and the results. What belongs to this process and its data is made again.
 

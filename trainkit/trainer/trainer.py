@@ -219,8 +219,7 @@ class Trainer:
             if loader.length == 0:
                 warn_of_no_batch(loader)
                 return
-            run.loaded_in = run.val_loaded_in = run.progress.current_epoch
-            run.progress.first_step = run.progress.global_step
+            run.note_start()
             start_loggers(run)
             saves.begin()
             run.start_record = StartRecord(run, ckpt_path, began)
