@@ -190,6 +190,7 @@ TRAINER = [
     *SHARED,
     "val_every_n_steps",
     "global_batch_size",
+    "auto_micro_batch",
     "seed",
     "slurm_requeue",
     "checksum",

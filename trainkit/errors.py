@@ -136,6 +136,10 @@ class MissingMetricError(MetricError):
     """A metric that a callback monitors was never logged. Log it, or correct the name that the callback monitors."""
 
 
+class OutOfMemoryError(TrainkitError, RuntimeError):
+    """Memory is exhausted, and `auto_micro_batch` cannot split the micro-batch further. The message says what needs less."""
+
+
 class NonFiniteError(TrainkitError, ArithmeticError):
     """A loss or a gradient is infinite or NaN. Find the operation with `Trainer(detect_anomaly=True)`."""
 

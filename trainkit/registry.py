@@ -55,6 +55,7 @@ class StrategyInfo:
         auto: Type of devices → the short name for `strategy="auto"` with several devices.
         one_device: It uses one device in one process, and has no options about processes.
         one_process: One process uses all devices of a node.
+        splits_micro_batches: A rank may run its micro-batch in parts while other ranks run theirs whole: `auto_micro_batch`.
         process_group: It has the option `process_group_backend`.
         handlers: Class names of Accelerate's `kwargs_handlers` whose `strategy_options()` its constructor accepts.
         distributed_type: Accelerate's `DistributedType`; `None`: by device and number of processes.
@@ -84,6 +85,7 @@ class StrategyInfo:
     auto: Mapping[str, str] = field(default_factory=dict)
     one_device: bool = False
     one_process: bool = False
+    splits_micro_batches: bool = False
     process_group: bool = True
     handlers: tuple[str, ...] = ()
     distributed_type: str | None = None
@@ -106,6 +108,7 @@ SINGLE = StrategyInfo(
     names={"single": {}},
     aliases={"auto": ("single", {}), "single_device": ("single", {})},
     one_device=True,
+    splits_micro_batches=True,
     process_group=False,
     file_types={"NO": "single"},
     footprints=(("trainkit.strategy:Strategy", {"device": "cpu"}),),

@@ -28,6 +28,7 @@ __all__ = [
     "RandomState",
     "Stage",
     "mix",
+    "part_key",
     "resolve_seed",
     "seed_everything",
     "seed_generators",
@@ -89,6 +90,11 @@ def mix(seed: int, stage: int, purpose: int, epoch: int = 0, m: int = 0) -> int:
     for part in (stage, purpose, epoch, m):
         state = _advance(state, part)
     return state
+
+
+def part_key(key: int, part: int) -> int:
+    """The key of part `part` of a micro-batch whose own key is `key`."""
+    return _advance(key, part)
 
 
 class KeyStream:

@@ -45,6 +45,7 @@ class StepArguments(Protocol):
     gradient_clip_val: float | None
     gradient_clip_algorithm: str | None
     activation_checkpointing: Any
+    auto_micro_batch: bool
 
 
 class Strategy(Ranks):
@@ -173,6 +174,13 @@ class Strategy(Ranks):
         Raises:
             ConfigurationError: An argument is not supported.
         """
+        if arguments.auto_micro_batch and not self.info.splits_micro_batches:
+            raise ConfigurationError(
+                f"auto_micro_batch=True does not work with {type(self).__name__}: a rank that runs its micro-batch in parts "
+                "would leave the order of collectives of the other ranks. Expected one device, or strategy='ddp'. Fix: remove "
+                "auto_micro_batch; use a smaller batch_size with a larger accumulate_grad_batches, or "
+                "activation_checkpointing=True"
+            )
 
     def check_batches(self, micro_batch: int | None, window: int) -> None:
         """Refuse sizes that contradict the options: samples per micro-batch of a process, and micro-batches per window.

@@ -33,6 +33,7 @@ INFO = StrategyInfo(
         "dp": "DataParallel is not supported: it is slower than DDP. Use strategy='ddp', with the same devices",
     },
     auto=dict.fromkeys(("cpu", "cuda", "mps"), "ddp"),
+    splits_micro_batches=True,
     handlers=("DistributedDataParallelKwargs",),
     file_types={"MULTI_CPU": "ddp", "MULTI_GPU": "ddp"},
     footprints=((_PATH, {"device": "cpu"}),),

@@ -28,7 +28,7 @@ from trainkit.strategies._collectives import Buffers, average_gradients, broadca
 from trainkit.strategies._processes import ProcessStrategy
 from trainkit.strategies.ddp import INFO
 from trainkit.strategies.ddp.replica import FixedDDP, PreparedModel, Replica, TrainingStep
-from trainkit.strategy import Contents, Footprint, StepMemory, in_backward
+from trainkit.strategy import Contents, Footprint, StepArguments, StepMemory, in_backward
 
 __all__ = ["DDPStrategy", "SyncedBatchNorms"]
 
@@ -107,6 +107,14 @@ class DDPStrategy(ProcessStrategy):
         self._sparse: set[int] = set()  # ids of parameters with sparse gradients
         self._known: dict[int, int] = {}  # id of an optimizer → number of its parameters that have been checked
         self._stepping = False  # inside a training_step of automatic optimization
+
+    def check_arguments(self, arguments: StepArguments) -> None:
+        super().check_arguments(arguments)
+        if arguments.auto_micro_batch and self.static_graph:
+            raise ConfigurationError(
+                "auto_micro_batch=True and DDPStrategy(static_graph=True) contradict each other: a micro-batch in parts is "
+                "not like the first one. Remove one of them."
+            )
 
     def join(self, wanted: RequestedDevices) -> None:
         super().join(wanted)
@@ -313,6 +321,12 @@ class DDPStrategy(ProcessStrategy):
         return replace(alone, moments=moments)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
+        if self.micro_batch.alone and self._stepping and not self._alone:
+            raise ConfigurationError(
+                "all_gather was called in training_step with auto_micro_batch=True, where a rank whose memory runs out calls "
+                "training_step more often than the others, which would wait forever. Gather in on_train_batch_end, or remove "
+                "auto_micro_batch."
+            )
         if self.micro_batch.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)
         return super().all_gather(data, sync_grads, alike)

@@ -104,6 +104,7 @@ class ZeROStrategy(ProcessStrategy):
         prepare_precision(self.precision, self.device)
 
     def check_arguments(self, arguments: StepArguments) -> None:
+        super().check_arguments(arguments)
         if arguments.gradient_clip_algorithm == "value":
             raise ConfigurationError(NO_VALUES)
         self.run_settings.check_arguments(arguments)

@@ -14,7 +14,8 @@ def test_it_cannot_be_changed() -> None:
     micro = MicroBatch("batch", 3, True, False, 0.5)
     with pytest.raises(AttributeError):
         micro.share = 1.0  # type: ignore[misc]
-    assert micro._replace(last=True) == ("batch", 3, True, True, 0.5, MicroBatchKind.DATA, False, True, False, None, None)
+    rest = (MicroBatchKind.DATA, False, True, False, None, None, False)
+    assert micro._replace(last=True) == ("batch", 3, True, True, 0.5, *rest)
     assert micro.index == 3
 
 

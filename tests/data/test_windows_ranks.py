@@ -138,7 +138,7 @@ def test_what_others_have(other: list[float], expected: tuple[float, int, bool])
 def test_a_micro_batch_of_a_window_of_two_ranks() -> None:
     window = Window(4, 8.0, 2, True, agreed=True, weights=[6.0, 2.0])
     micro = window.micro_batch("a", MicroBatchKind.DATA, 5, 2.0, True, ranks=2)
-    assert micro == ("a", 5, False, True, 0.5, MicroBatchKind.DATA, True, False, False, (4, 0.25, 0.25, 2.0, 2.0), 2.0)
+    assert micro == ("a", 5, False, True, 0.5, MicroBatchKind.DATA, True, False, False, (4, 0.25, 0.25, 2.0, 2.0), 2.0, False)
     assert window.micro_batch("a", MicroBatchKind.DATA, 4, 3.0, False, ranks=2).entry == (4, 0.75, 1.0, 1.0, 6.0)
 
 

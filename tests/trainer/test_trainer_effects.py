@@ -173,6 +173,7 @@ EFFECTS: dict[str, Effect] = {
     "check_val_every_n_epoch": Effect({"check_val_every_n_epoch": 2}, lambda t, s: sorted({*s.validated}), [-1, 4, 8], [-1, 8]),
     "accumulate_grad_batches": Effect({"accumulate_grad_batches": 2}, lambda t, s: t.global_step, 8, 4),
     "global_batch_size": Effect({"global_batch_size": 8}, lambda t, s: t.global_step, 8, 4),
+    "auto_micro_batch": Effect({"auto_micro_batch": True}, lambda t, s: t._run.arguments.auto_micro_batch, False, True),
     "gradient_clip_val": Effect({"gradient_clip_val": 1e-3}, lambda t, s: s.norm < 1.01e-3, False, True),
     "gradient_clip_algorithm": Effect(
         {"gradient_clip_algorithm": "value"}, lambda t, s: s.largest == 1.0, False, True, {"gradient_clip_val": 1.0}

@@ -342,7 +342,7 @@ _LOOP = _record(
         "position": _position,
         "computed": _by_name(_count),
     },
-    {"advanced": _by_name(_count), "window": _count, "validated_step": _count},
+    {"advanced": _by_name(_count), "window": _count, "validated_step": _count, "largest_part": _maybe(_count)},
 )
 # The loggers of trainkit that write files, and the positions in their files.
 _ENDS = dict.fromkeys(("first", "last"), _text)

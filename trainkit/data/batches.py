@@ -1,4 +1,4 @@
-"""Batches of any structure: concatenated for several devices, padded to full size, copied to a CUDA device in advance.
+"""Batches of any structure: concatenated for several devices, padded to full size, split, copied to a CUDA device in advance.
 
 The first dimension of every tensor in a batch is the batch dimension, and lists of strings and numbers, as `default_collate`
 returns them, have one item for each sample. Everything else must be equal in all micro-batches.
@@ -10,9 +10,10 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,7 +22,17 @@ from trainkit.data.micro_batches import MicroBatch
 from trainkit.errors import DataError, ModuleError
 from trainkit.nested import batch_size, leaves, rebuild
 
-__all__ = ["SMALL", "BatchPadding", "concatenate", "concatenate_each", "concatenate_groups", "one_ahead", "pad", "to_device"]
+__all__ = [
+    "SMALL",
+    "BatchPadding",
+    "concatenate",
+    "concatenate_each",
+    "concatenate_groups",
+    "one_ahead",
+    "pad",
+    "split",
+    "to_device",
+]
 
 
 class BatchPadding:
@@ -108,14 +119,13 @@ def concatenate_each(batches: Sequence[Any]) -> Any:
     return _rebuild_from(batches, concatenate)
 
 
-def concatenate(batches: Sequence[Any]) -> Any:
-    """Concatenate batches of the same structure.
+def concatenate(batches: Sequence[Any], sizes: Sequence[int] | None = None) -> Any:
+    """Concatenate batches of the same structure; `sizes` are the numbers of their samples, by default read from tensors.
 
     Raises:
         DataError: they cannot be concatenated.
     """
-    sizes = [batch_size(batch) for batch in batches]
-    return _concatenate_items(batches, sizes)
+    return _concatenate_items(batches, [batch_size(batch) for batch in batches] if sizes is None else sizes)
 
 
 def pad(batch: Any, samples: int, size: int) -> Any:
@@ -132,6 +142,42 @@ def pad(batch: Any, samples: int, size: int) -> Any:
     if _is_list_of_samples(batch, samples):
         return type(batch)([*batch, *[batch[-1]] * (size - samples)])
     return rebuild(batch, lambda item: pad(item, samples, size))
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """Split a batch along the batch dimension into parts of whole samples, as even as possible, the larger ones first.
+
+    The tensors of the parts are views of those of the batch.
+
+    Args:
+        batch: with at least `parts` samples.
+        parts: number of parts.
+
+    Raises:
+        DataError: it cannot be split; the message names what.
+    """
+    samples = batch_size(batch)
+    small, larger = divmod(samples, parts)
+    ends = [small * part + min(part, larger) for part in range(parts + 1)]
+    return [_slice(batch, begin, end, samples) for begin, end in pairwise(ends)]
+
+
+def _slice(batch: Any, begin: int, end: int, samples: int) -> Any:
+    if isinstance(batch, Tensor) and batch.ndim:
+        if batch.is_nested or batch.is_sparse:
+            raise DataError("a batch contains a nested or sparse tensor, which cannot be split. Use a padded, dense one.")
+        _check_samples(batch, samples)
+        return batch[begin:end]
+    if _is_list_of_samples(batch, samples) or (isinstance(batch, np.ndarray) and batch.ndim and len(batch) == samples):
+        return batch[begin:end]
+    if isinstance(batch, Mapping | list | tuple) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
+        return rebuild(batch, lambda item: _slice(item, begin, end, samples))
+    if batch is None or isinstance(batch, Tensor | np.generic | str | bytes | int | float | bool | complex):
+        return batch
+    raise DataError(
+        f"a batch contains {with_article(type(batch).__name__)}, which cannot be split. Return tensors of shape [batch, …], in "
+        "dicts, lists, tuples or dataclasses."
+    )
 
 
 def _concatenate_items(batches: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -70,6 +70,7 @@ class MicroBatch(NamedTuple):
         empty: The total weight of the window, over all ranks, is 0, so it makes no optimizer step.
         entry: For your own training loop; otherwise `None`.
         weight: The result of `batch_weight`, or the number of its samples; `None` if neither was needed.
+        alone: Other ranks may run theirs in another number of parts, so its forward must not communicate.
     """
 
     batch: Any
@@ -83,6 +84,7 @@ class MicroBatch(NamedTuple):
     empty: bool = False
     entry: WindowEntry | None = None
     weight: float | None = None
+    alone: bool = False
 
 
 WHOLE_WINDOW = MicroBatch(None, 0, True, True, 1.0)

@@ -29,6 +29,7 @@ __all__ = [
     "fill",
     "restore_value",
     "store_value",
+    "sum_weighted",
     "value_if_missing",
     "warn_missing",
 ]
@@ -192,7 +193,7 @@ class Record(MetricInfo):
             return
         values = stack(self.values)
         if self.reduce_fx == "mean":
-            part, self.weight = _sum_weighted(values, self.weights), self.weight + sum(self.weights)
+            part, self.weight = sum_weighted(values, self.weights), self.weight + sum(self.weights)
         else:
             part = values.sum() if self.reduce_fx == "sum" else values.amin() if self.reduce_fx == "min" else values.amax()
         if self.total is not None:
@@ -243,7 +244,7 @@ class Record(MetricInfo):
         """Reduce the earlier values to one."""
         values, weights = stack([value for value, _ in self.earlier]), [weight for _, weight in self.earlier]
         if self.how in ("mean", "object"):
-            value = _sum_weighted(values, weights) / sum(weights)
+            value = sum_weighted(values, weights) / sum(weights)
         else:
             value = values.sum() if self.how == "sum" else values.amin() if self.how == "min" else values.amax()
         self.earlier = [(value, sum(weights))]
@@ -305,10 +306,11 @@ class Record(MetricInfo):
         return self.total / self.weight if self.weight > 0 else torch.full_like(self.total, torch.nan)
 
 
-def _sum_weighted(values: Tensor, weights: Sequence[float]) -> Tensor:
+def sum_weighted(values: Tensor, weights: Sequence[float]) -> Tensor:
+    """The sum of values times their weights; values of weight 0 do not count, even if they are NaN."""
     factors = torch.tensor(weights, dtype=values.dtype).to(values.device, non_blocking=True)
     weighted = values * factors
-    if 0.0 in weights:  # the mean over nothing is NaN, and does not count
+    if 0.0 in weights:  # the mean over nothing is NaN
         weighted = weighted.masked_fill(factors == 0.0, 0.0)
     return weighted.sum()
 

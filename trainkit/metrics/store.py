@@ -9,7 +9,8 @@ differences between them, and computes the same results, even if it had no batch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainkit.data.micro_batches import NO_BATCH
 from trainkit.distributed.world import World
 from trainkit.errors import MetricError
 from trainkit.metrics.metric_objects import LoaderStates, capture_objects, metric_objects, overlap, reset, restore_objects
+from trainkit.metrics.part_values import PartValues
 from trainkit.metrics.record import MetricInfo, Record, Scope, adopt, cadence, capture, fill, restore_value, store_value
 from trainkit.metrics.sync import (
     FINGERPRINTS,
@@ -137,7 +139,8 @@ class MetricStore:
         compiled: bool = False,
         world: World = _ONE_PROCESS,
     ) -> None:
-        self.log: Callable[..., None] = self._log_or_defer if compiled else self._log
+        self._compiled = compiled
+        self._collect(self._log)
         self._deferred: list[tuple[Any, ...]] = []  # calls of `log` in compiled code
         self._emit = emit
         self.results = results
@@ -168,13 +171,27 @@ class MetricStore:
             self._deferred.append((name, value, *options))
             return
         self.record_deferred()
-        self._log(name, value, *options)
+        self._record(name, value, *options)
 
     def record_deferred(self) -> None:
         """Record what compiled code has logged, in the order of the calls."""
         deferred, self._deferred = self._deferred, []
         for arguments in deferred:
-            self._log(*arguments)
+            self._record(*arguments)
+
+    def _collect(self, record: Callable[..., None]) -> None:
+        self._record = record  # what is logged goes here
+        self.log: Callable[..., None] = self._log_or_defer if self._compiled else record
+
+    @contextmanager
+    def collecting(self, parts: PartValues) -> Iterator[None]:
+        """Within it nothing is recorded, and what is logged goes to `parts`."""
+        self._collect(parts.log)
+        try:
+            yield
+        finally:
+            self._deferred = []  # of a step that has failed
+            self._collect(self._log)
 
     def _log(
         self,

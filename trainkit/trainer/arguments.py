@@ -198,6 +198,9 @@ class TrainerArguments:
             epoch 0 on and 4 from epoch 4 on. Default: 1. A dict adds `GradientAccumulationScheduler`.
         global_batch_size: Number of samples per optimizer step, over all processes. The number of micro-batches follows
             from it; a number that does not divide is an error.
+        auto_micro_batch: Split a micro-batch that runs out of memory in training, into parts of whole samples whose
+            gradients add up to its own. The global batch and the order of samples stay the same. For one device and DDP;
+            evaluation is not split.
         gradient_clip_val: Maximum norm of the gradient, or with `"value"` maximum absolute value of its elements. Adds
             `GradientClipping`. 0, as `None`, turns clipping off.
         gradient_clip_algorithm: `"norm"` (the default) or `"value"`.
@@ -269,6 +272,7 @@ class TrainerArguments:
     fast_dev_run: int | bool = argument(False, _trial)
     accumulate_grad_batches: int | Mapping[int, int] | None = argument(None, whole(1))
     global_batch_size: int | None = argument(None, optional(whole(1)))
+    auto_micro_batch: bool = argument(False, switch)
     gradient_clip_val: float | None = argument(None, optional(partial(real_number, least=0)))
     gradient_clip_algorithm: str | None = argument(None, _algorithm)
     log_grad_norm: bool = argument(False, switch)

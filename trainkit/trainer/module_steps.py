@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.console import notice
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BatchIterator",
+    "Effects",
     "ModuleStep",
     "check_loss",
     "detach_loss",
@@ -119,6 +120,29 @@ class BatchIterator:
         return item
 
 
+class Effects:
+    """The buffers and torchmetrics objects of a module as they are before a step, to restore them after it.
+
+    Args:
+        module: The module.
+        copy: Copies a buffer, to any device.
+    """
+
+    def __init__(self, module: nn.Module, copy: Callable[[Tensor], Tensor] = torch.clone) -> None:
+        self._buffers = [(buffer, copy(buffer)) for buffer in module.buffers()]
+        objects = metric_objects(module).values()
+        # These states change in place.
+        self._states = [(metric, map_tensors(object_state(metric), torch.clone)) for metric in objects]
+
+    def restore(self) -> None:
+        """Undo what a step has changed."""
+        for metric, state in self._states:
+            set_state(metric, state)
+        with torch.no_grad():
+            for buffer, value in self._buffers:
+                buffer.copy_(value)
+
+
 @contextmanager
 def without_effects(run: Run, batch: Any) -> Iterator[None]:
     """Within it logged values are dropped; afterwards buffers and torchmetrics objects have their values from before."""
@@ -126,18 +150,12 @@ def without_effects(run: Run, batch: Any) -> Iterator[None]:
     run.metrics = MetricStore(lambda metrics, for_step: None, MetricResults())
     run.metrics.scope = outer.scope
     run.metrics.batch = batch
-    before = [(buffer, buffer.clone()) for buffer in run.module.buffers()]
-    objects = metric_objects(run.module).values()
-    states = [(metric, map_tensors(object_state(metric), torch.clone)) for metric in objects]  # These states change in place.
+    effects = Effects(run.module)
     try:
         yield
     finally:
         run.metrics = outer
-        for metric, state in states:
-            set_state(metric, state)
-        with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+        effects.restore()
 
 
 def without_data(training: Training, micro: MicroBatch) -> MicroBatch:

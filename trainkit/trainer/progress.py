@@ -106,6 +106,7 @@ class RunProgress:
         advanced: number of a scheduler that follows a metric → `global_step` at which it was advanced last.
         tried_to_learn: `training_step` has returned a loss or, under manual optimization, stepped an optimizer.
         warned_of_no_step: the user was warned that a whole epoch made no optimizer step.
+        largest_part: number of elements that a part of a micro-batch may have, see `MicroBatchParts`; `None`: nothing is split.
         overflows: number of optimizer steps that were skipped because a scaled gradient overflowed; set when training ends.
     """
 
@@ -139,6 +140,7 @@ class RunProgress:
     advanced: dict[str, int] = field(default_factory=dict)
     tried_to_learn: bool = False
     warned_of_no_step: bool = False
+    largest_part: int | None = None
     overflows: int = 0
 
     def begin(self, stage: str) -> None:
@@ -158,7 +160,7 @@ class RunProgress:
         """
         of_run = ("global_step", "current_epoch", "validations", "validated_step")
         counters = (*of_run, "batches_done", "earlier_batches", "extra_batches")
-        after = RunProgress(**{name: getattr(self, name) for name in counters})
+        after = RunProgress(**{name: getattr(self, name) for name in counters}, largest_part=self.largest_part)
         if after.batches_done:
             after.begin_next_epoch(after.batches_done, across_epochs)
         return after
@@ -202,6 +204,10 @@ class RunProgress:
         if loss.device.type in ("cpu", "cuda", "mps"):
             loss = loss.detach().clone()  # a compiled step may use its memory again
             self.loss = loss if self.loss is None else self.loss + loss
+
+    def limit_parts(self, elements: int) -> None:
+        """From now on no part of a micro-batch has more elements than this, on this rank."""
+        self.largest_part = elements if self.largest_part is None else min(self.largest_part, elements)
 
     def request_validation(self) -> None:
         """The time between validations is over, on all ranks after the same step."""

@@ -17,6 +17,7 @@ from trainkit.state.callback_state import (
 )
 from trainkit.state.training_objects import TrainingObjects
 from trainkit.trainer.progress import Phase, Stop
+from trainkit.trainer.safe_points import agree_on_parts
 
 if TYPE_CHECKING:
     from trainkit.data.loader import PreparedLoader
@@ -73,6 +74,8 @@ def _hyper_parameters(owner: Any, key: str) -> dict[str, Any]:
 
 def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
     progress, validation = run.progress, run.validation
+    if run.arguments.auto_micro_batch:
+        agree_on_parts(run)  # a rank may have learned in this step what fits
     # also at the end of an epoch of unknown length, where a resumed run reaches its validation by itself
     validating = progress.validation_start is not None
     between = progress.phase is Phase.STEP and (progress.stop is Stop.STOPPING or progress.batches_done == 0)
@@ -98,6 +101,7 @@ def _capture_loop(run: Run, loader: PreparedLoader) -> dict[str, Any]:
         "should_stop": bool(progress.should_stop and requested),
         "computed": dict(progress.computed),
         "advanced": dict(progress.advanced),
+        "largest_part": progress.largest_part,
     }
 
 
@@ -129,6 +133,7 @@ def restore_loop(run: Run, training: Training, saved: Mapping[str, Any]) -> None
     # absent from checkpoints of earlier versions
     advanced, progress.validated_step = saved.get("advanced", {}), int(saved.get("validated_step", 0))
     progress.advanced = {str(index): int(step) for index, step in advanced.items()}
+    progress.largest_part = saved.get("largest_part")  # absent from checkpoints of earlier versions
     if run.validation is not None:
         run.validation.count = int(saved["validation_batches"])
 

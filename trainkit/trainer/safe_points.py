@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from trainkit.distributed.world import Pending
     from trainkit.trainer.run import Run
 
-__all__ = ["SafePoints", "Signals", "requeue", "step_interval"]
+__all__ = ["SafePoints", "Signals", "agree_on_parts", "requeue", "step_interval"]
 
 
 _HANGUP = getattr(signal, "SIGHUP", None)
@@ -195,8 +195,20 @@ def requeue() -> None:
         notice(f"SLURM will run job {name} again.")
 
 
-_NO_SCHEMA = -(1 << 63)
+_NO_SCHEMA = _NO_LIMIT = -(1 << 63)
 _SAVE_FAILED, _SAVED = 0, 62  # bits of the step flags; bit n between them: timer n is due
+
+
+def _negative(limit: int | None) -> int:
+    """A limit, so that the largest value over all ranks is that of the smallest limit."""
+    return _NO_LIMIT if limit is None else -limit
+
+
+def agree_on_parts(run: Run) -> None:
+    """Let parts of micro-batches have the same limit on all ranks from now on. Collective, for a checkpoint."""
+    (limit,) = run.strategy.world.largest([_negative(run.progress.largest_part)])
+    if limit != _NO_LIMIT:
+        run.progress.limit_parts(-limit)
 
 
 def step_interval(ranks: int) -> int:
@@ -332,6 +344,7 @@ class SafePoints:
                 -schema or _NO_SCHEMA,
                 run.accelerator.updates,
                 -run.accelerator.updates,
+                _negative(run.progress.largest_part),
             ]
         )
 
@@ -340,7 +353,7 @@ class SafePoints:
         if pending is None:
             return
         run = self._run
-        stop, signal, bits, schema, negated, most, least = pending.wait()
+        stop, signal, bits, schema, negated, most, least, limit = pending.wait()
         run.progress.agree_on_stop(bool(stop))
         if signal:
             self._signal = run.signals.received = signal  # All ranks have the same signal, whichever came to this one.
@@ -353,6 +366,8 @@ class SafePoints:
                 "differ. Call skip_update() on all processes or on none: decide by the step, or by a value that is the same on "
                 "all."
             )
+        if limit != _NO_LIMIT:
+            run.progress.limit_parts(-limit)
         if schema not in (_NO_SCHEMA, -negated):
             run.train_metrics.check_schema(run.strategy.world)
 

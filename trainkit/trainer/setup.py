@@ -27,6 +27,7 @@ from trainkit.optim.optimizer_config import SchedulerConfig, read_optimizers
 from trainkit.optim.optimizer_gradients import clear_gradients
 from trainkit.strategy import Strategy
 from trainkit.trainer.loaders import evaluation_loaders, train_loader
+from trainkit.trainer.micro_batch_parts import MicroBatchParts
 from trainkit.trainer.module_steps import (
     BatchIterator,
     ModuleStep,
@@ -81,6 +82,7 @@ class Training:
         schedulers: those that the loop advances.
         profiler: measures the steps; `None`: nothing does.
         validate_every: validate after this many micro-batches; `None`: at the end of an epoch.
+        parts: runs the forward and backward of a micro-batch, in parts if memory runs out; `None`: the loop does.
     """
 
     loader: PreparedLoader
@@ -98,6 +100,7 @@ class Training:
     schedulers: Sequence[SchedulerConfig]
     profiler: Profiler | None
     validate_every: int | None
+    parts: MicroBatchParts | None = None
 
     @property
     def length(self) -> int | None:
@@ -334,6 +337,7 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
         schedulers=run.schedulers if automatic else [],
         profiler=profiler,
         validate_every=interval,
+        parts=MicroBatchParts.of_fit(run, optimizer, module_step),
     )
 
 

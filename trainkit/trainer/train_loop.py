@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -165,6 +166,8 @@ def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: Ope
     window.updates = engine.updates
     if not has_data:
         return training.pad(run, training, micro.batch, micro.index)
+    if training.parts is not None:
+        return training.parts.run(training, micro, partial(run_part, run, training, window))
     outputs = training.training_step(micro.batch, micro.index)
     if training.automatic:
         loss = outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
@@ -173,6 +176,18 @@ def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: Ope
             run_backward(run, training, loss)
         else:
             run_without_loss(run, training, micro, outputs)
+    return outputs
+
+
+def run_part(run: Run, training: Training, window: OpenWindow, part: MicroBatch) -> Any:
+    """Run the forward and backward of a part of a micro-batch; see `MicroBatchParts`."""
+    outputs = training.training_step(part.batch, part.index)
+    loss = outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
+    if loss is None:
+        run_without_loss(run, training, part, outputs)
+    else:
+        window.had_loss = run.progress.tried_to_learn = True
+        run_backward(run, training, loss)
     return outputs
 
 

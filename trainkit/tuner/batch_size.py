@@ -244,6 +244,7 @@ class Trials:
         return {
             **{f"limit_{name}_batches": steps for name in ("val", "test", "predict")},
             "accumulate_grad_batches": accumulation,
+            "auto_micro_batch": False,  # any size would fit
             "global_batch_size": None,
             "log_every_n_steps": 0,
             "max_epochs": -1,

@@ -16,8 +16,15 @@ from trainkit.errors import ConfigurationError
 
 __all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
 
-# Messages of errors of torch and cuDNN that have no class.
-_MESSAGES = ("out of memory", "can't allocate memory", "not enough memory", "cudnn_status_not_supported")
+# Messages, in lower case, of errors of torch, cuBLAS and cuDNN that have no class.
+_MESSAGES = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "status_alloc_failed",
+    "host_allocation_failed",
+    "cudnn_status_not_supported",
+)
 
 
 def find_executable_batch_size(
