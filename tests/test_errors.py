@@ -23,6 +23,7 @@ TREE = {
     "MissingMetricError": (errors.MetricError,),
     "NonFiniteError": (errors.TrainkitError, ArithmeticError),
     "NotAvailableError": (errors.ModuleError, AttributeError),
+    "OutOfMemoryError": (errors.TrainkitError, RuntimeError),
     "TrainingSpikeException": (errors.TrainkitError, RuntimeError),
     "CheckpointError": (errors.TrainkitError,),
     "CheckpointNotFoundError": (errors.CheckpointError,),

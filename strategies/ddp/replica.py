@@ -177,7 +177,8 @@ class _ZeroGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *(empty_sparse_gradient(p) if sparse else torch.zeros_like(p) for p, sparse in ctx.zeros)
+        # An expanded zero takes no memory: it is added to the gradient in place.
+        return None, *(empty_sparse_gradient(p) if sparse else p.new_zeros(()).expand_as(p) for p, sparse in ctx.zeros)
 
 
 class _StepModule(nn.Module):

@@ -266,7 +266,7 @@ class Sizes(Small):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.shapes.append(tuple(batch.shape))
         if batch.numel() > self.elements:
-            raise MemoryError
+            torch.empty(1 << 62, dtype=torch.uint8)  # the CPU's allocator raises its own error
         return self.second(self.first(batch.reshape(-1, 4)).relu()).mean()
 
     def batch_weight(self, batch: Tensor) -> float:

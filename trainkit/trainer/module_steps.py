@@ -45,11 +45,13 @@ __all__ = [
 
 
 def loss_in(outputs: Any) -> Tensor | None:
-    """The loss in the dict that `training_step` returned.
+    """The loss in what `training_step` returned, if it is not the loss itself: a dict, or `None`.
 
     Raises:
-        LossError: it is not a dict with a loss.
+        LossError: it is something else, or a dict without a loss.
     """
+    if outputs is None:
+        return None
     if not isinstance(outputs, dict) or "loss" not in outputs:
         raise LossError(
             "training_step must return the mean loss (a scalar tensor), a dict with it under 'loss', or None; it returned "
@@ -437,4 +439,4 @@ def _why_once(run: Run) -> str:
 
 
 def _loss_of(outputs: Any) -> Tensor | None:
-    return outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
+    return outputs if isinstance(outputs, Tensor) else loss_in(outputs)

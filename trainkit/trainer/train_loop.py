@@ -170,7 +170,7 @@ def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: Ope
         return training.parts.run(training, micro, partial(run_part, run, training, window))
     outputs = training.training_step(micro.batch, micro.index)
     if training.automatic:
-        loss = outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
+        loss = outputs if isinstance(outputs, Tensor) else loss_in(outputs)
         if loss is not None:
             window.had_loss = progress.tried_to_learn = True
             run_backward(run, training, loss)
@@ -182,7 +182,7 @@ def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: Ope
 def run_part(run: Run, training: Training, window: OpenWindow, part: MicroBatch) -> Any:
     """Run the forward and backward of a part of a micro-batch; see `MicroBatchParts`."""
     outputs = training.training_step(part.batch, part.index)
-    loss = outputs if outputs is None or isinstance(outputs, Tensor) else loss_in(outputs)
+    loss = outputs if isinstance(outputs, Tensor) else loss_in(outputs)
     if loss is None:
         run_without_loss(run, training, part, outputs)
     else:
