@@ -16,6 +16,7 @@ TrainkitError
 ├── MetricError (ValueError)             a value passed to `log` that is not a metric
 │   └── MissingMetricError               a monitored metric that was never logged
 ├── NonFiniteError (ArithmeticError)     a loss or gradient that is not finite
+├── OutOfMemoryError (RuntimeError)      a micro-batch that cannot be split further
 ├── TrainingSpikeException (RuntimeError)   the loss has jumped far above its recent mean
 ├── CheckpointError                      a checkpoint that cannot be written, read or used
 │   ├── CheckpointNotFoundError          a checkpoint that does not exist
@@ -60,6 +61,7 @@ __all__ = [
     "NotAvailableError",
     "OffloadError",
     "OptimizerError",
+    "OutOfMemoryError",
     "Preempted",
     "ProcessFailedError",
     "StateMismatchError",

@@ -66,7 +66,7 @@ class PartValues:
         """Log the value of the whole micro-batch for each name."""
         for (name, _), kept in self._logged.items():
             options = list(kept.options)
-            options[_ENABLE_GRAPH] = False  # the graph of a part is gone
+            options[_ENABLE_GRAPH] = False  # the graph of a part is freed after its backward pass
             if None not in kept.sizes:
                 options[_BATCH_SIZE] = sum(kept.sizes)
             if kept.value is None:

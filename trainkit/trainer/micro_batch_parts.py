@@ -195,7 +195,7 @@ class MicroBatchParts:
             if not is_out_of_memory(error):
                 raise
             failure = " ".join(str(error).split())[:200] or type(error).__name__
-        # The traceback of the error, whose frames had the tensors of the try, is gone here.
+        # Outside of `except`, no traceback keeps the frames that hold the tensors of the try.
         if failure:
             progress.loss, run.metrics.batch = loss, had_values
             run.accelerator.accumulation.begin(micro)

@@ -4,10 +4,11 @@ A safe point is the end of an optimizer step, when its logging, validation and s
 
 1. *Request.* Hooks ask for a save with `request` and `every_n_steps`, timers with
    `every`, users for a stop with `trainer.should_stop`, the system for the end with a signal.
-2. *Agree.* Over several ranks the *step flags* tell the ranks of each other's requests, and of what fits into memory: one small vector for each optimizer
-   step, reduced by its largest values. It is sent at the end of step n and read at the end of step n + 1, so that no rank
-   waits for it. At the end of a validation or an epoch it is sent and read immediately. More than 64 ranks send it in every
-   k-th step of an epoch only, where k depends on nothing but their number: see `step_interval`.
+2. *Agree.* Over several ranks the *step flags* tell the ranks of each other's requests, and of what fits into memory: one
+   small vector for each optimizer step, reduced by its largest values. It is sent at the end of step n and read at the end
+   of step n + 1, so that no rank waits for it. At the end of a validation or an epoch it is sent and read immediately. More
+   than 64 ranks send it in every k-th step of an epoch only, where k depends on nothing but their number: see
+   `step_interval`.
 3. *Carry out.* `carry_out` does what has been requested, on all ranks after the same step.
 """
 
