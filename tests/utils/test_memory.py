@@ -43,7 +43,14 @@ def test_a_real_shortage() -> None:
     assert sizes == [2**44, 16]
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+)
 def test_other_out_of_memory_errors(error: Exception) -> None:
     """Other errors that mean that memory is exhausted."""
     errors = [error]
