@@ -298,10 +298,24 @@ def test_other_data_is_refused(data: bytes) -> None:
 
 def test_a_newer_format_is_not_called_corrupt() -> None:
     with pytest.raises(
-        CheckpointError, match=r"run/manifest\.json: .*newer trainkit \(format 4; this one reads 3\).*upgrade"
+        CheckpointError, match=r"run/manifest\.json: .*newer trainkit \(format 5; this one reads 4\).*upgrade"
     ) as raised:
-        read({"format_version": 4, "files": "now something else"})
+        read({"format_version": 5, "files": "now something else"})
     assert not isinstance(raised.value, CorruptCheckpointError)
+
+
+def test_files_of_the_model() -> None:
+    """They are written and read in format 4 only: an earlier reader would ignore them, and misread the names."""
+    files = {"model": {"prefix": "model."}, "module": {"prefix": ""}}
+    manifest = replace(EXAMPLE, format_version=4, model_files=files)
+    assert Manifest.from_bytes(manifest.to_bytes(), MANIFEST).model_files == files
+    assert manifest.files_of("model") == files
+    assert manifest.files_of("optimizer") == {"optimizer": {"prefix": ""}}
+    assert "model_files" not in json.loads(EXAMPLE.to_bytes())
+    with pytest.raises(CorruptCheckpointError, match=r"\['model_files'\]: expected none in format 2"):
+        read(as_json(model_files=files))
+    with pytest.raises(CorruptCheckpointError, match=r"\['model_files'\].*expected an object with 'model'"):
+        read(as_json(format_version=4, model_files={"optimizer": {"prefix": ""}}))
 
 
 def test_files_of_hooks() -> None:
@@ -374,7 +388,7 @@ def test_a_damaged_manifest_never_does_worse_than_an_error(data: st.DataObject) 
         ("files", {"../x": FileEntry(1, "0" * 32)}),
         ("files", {"x": FileEntry(1, "short")}),
         ("saved_at", "yesterday"),
-        ("format_version", 4),
+        ("format_version", 5),
         ("checksum", "crc32"),
         ("checksum", "sha256"),
     ],

@@ -26,6 +26,7 @@ from trainkit.checkpoint.manifest import (
     is_file_name,
     name_clash,
 )
+from trainkit.checkpoint.model_files import MODEL, ModelFiles, split_names
 from trainkit.checkpoint.ranks import GatherOrder, assign_to_ranks
 from trainkit.checkpoint.state_schema import state_problem
 from trainkit.checkpoint.tensor_file import FiniteCheck, TensorFile, check_unchanged, chunks, plan_files
@@ -62,6 +63,8 @@ class CheckpointContent:
         checksum: The algorithm for the digests of the files, of `CHECKSUMS`; on several ranks that of the main process.
         hook_files: Files that hooks have written, on the main process. They replace attachments of the same name.
         by_hook: Stems of models whose weights are not stored, since a hook has saved them itself; the same on all ranks.
+        model_files: The files for the tensors of "model" if other programs open them, and their names there; the same on all
+            ranks. Empty: `model.safetensors`, by the names in `tensors`.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -73,6 +76,7 @@ class CheckpointContent:
     checksum: str = DEFAULT_CHECKSUM
     hook_files: HookFiles | None = None
     by_hook: Collection[str] = ()
+    model_files: ModelFiles = field(default_factory=dict)
 
 
 class CheckpointPlan:
@@ -107,7 +111,8 @@ class CheckpointPlan:
         self._bytes: dict[str, bytes] = {}
         self._tensors: dict[str, tuple[TensorFile, Mapping[str, Tensor]]] = {}
         self._copies: Mapping[str, memoryview] | None = None
-        self._checks = {stem: FiniteCheck(content.parameters.get(stem, {})) for stem in (*content.tensors, _STATE)}
+        self._checks: dict[str, FiniteCheck] = {}
+        self._full_names: dict[str, Mapping[str, str]] = {}  # Stem of the file → name in it → name in the content.
         self._stems: dict[str, str] = {}  # Name of a file → its stem.
         self._owned: list[list[Tensor]] = [[] for _ in range(ranks)]  # Index: the rank that writes the tensors.
         self._rank = rank
@@ -118,11 +123,31 @@ class CheckpointPlan:
         self.hook_files = content.hook_files
         if rank == 0:
             self._add_state(content.state)
+        stems = self._add_parts(content, ranks)
+        self._checks[_STATE] = FiniteCheck(content.parameters.get(_STATE, {}))
+        if rank == 0:
+            written = {} if self.hook_files is None else self.hook_files.sizes
+            for name, data in content.attachments.items():
+                if name not in written:
+                    self._add_bytes(name, bytes(data))
+            self._check_hook_names(written)
+            model_files = {stem: dict(file) for stem, file in content.model_files.items() if stem in stems}
+            self._describe(content.about, written, model_files)
+        self.size = sum(self.sizes.values())
+
+    def _add_parts(self, content: CheckpointContent, ranks: int) -> list[str]:
+        """Plan the files of all tensors but those of the state. Returns their stems."""
         loads, layout = [0] * ranks, hashlib.sha256()
-        for stem, tensors in content.tensors.items():
-            if stem in content.by_hook:
+        stems: list[str] = []
+        for part, stem, names in _by_file(content.tensors, content.model_files):
+            tensors = {name: content.tensors[part][full] for name, full in names.items()}
+            trained = content.parameters.get(part, {})
+            self._checks[stem] = FiniteCheck({name: trained[full] for name, full in names.items() if full in trained})
+            self._full_names[stem] = names
+            if part in content.by_hook:
                 self._check_finite(stem, tensors)
                 continue
+            stems.append(stem)
             files = self._add_tensors(stem, tensors, content.max_shard_size, _divide(tensors, loads))
             if ranks == 1:
                 continue
@@ -130,25 +155,21 @@ class CheckpointPlan:
                 kinds = sorted((entry.name, str(entry.dtype), entry.shape) for entry in file.entries)
                 layout.update(f"{file.name} {file.size} {kinds}\n".encode())
             self.layout = layout.hexdigest()
-        if rank == 0:
-            written = {} if self.hook_files is None else self.hook_files.sizes
-            for name, data in content.attachments.items():
-                if name not in written:
-                    self._add_bytes(name, bytes(data))
-            self._check_hook_names(written)
-            self._describe(content.about, written)
-        self.size = sum(self.sizes.values())
+        return stems
 
-    def _describe(self, about: Mapping[str, Any], written: Mapping[str, int]) -> None:
+    def _describe(self, about: Mapping[str, Any], written: Mapping[str, int], model_files: dict[str, dict[str, Any]]) -> None:
         digest = "0" * CHECKSUMS[self.checksum].digits
         self._manifest = Manifest(
             **about,
             saved_at=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             trainkit_version=__version__,
-            format_version=format_version(hooks=bool(written or about["contents"].get("by_hook"))),
+            format_version=format_version(
+                hooks=bool(written or about["contents"].get("by_hook")), model_files=bool(model_files)
+            ),
             checksum=self.checksum,
             files={name: FileEntry(size, digest) for name, size in self.sizes.items()},
             hook_files={name: FileEntry(size, digest) for name, size in written.items()},
+            model_files=model_files,
             finite=True,
         )
         # All digests have the same length, so the final manifest has this size. Decoding makes a copy that shares nothing.
@@ -197,7 +218,8 @@ class CheckpointPlan:
     @property
     def nonfinite(self) -> list[str]:
         """After the files have been read: the parameters in files of this rank that are not finite."""
-        return [name for check in self._checks.values() for name in check.nonfinite]
+        found = [(stem, name) for stem, check in self._checks.items() for name in check.nonfinite]
+        return [self._full_names.get(stem, {}).get(name, name) for stem, name in found]
 
     def detach(self, buffers: HostBuffers) -> None:
         """Copy all tensors of this rank, so that the training can change them. Collective: sharded tensors are gathered.
@@ -286,11 +308,27 @@ def _divide(tensors: Mapping[str, Tensor], loads: list[int]) -> dict[int, list[s
     return assign_to_ranks(sizes, loads, SPLIT_ABOVE_BYTES)
 
 
-def sizes_to_copy(tensors: Mapping[str, Mapping[str, Tensor]], *, rank: int = 0, ranks: int = 1) -> dict[str, int]:
+def _by_file(tensors: Mapping[str, Mapping[str, Tensor]], model_files: ModelFiles) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """For each file of tensors: the part that it belongs to, its stem, and name in it → name in the part."""
+    for part, named in tensors.items():
+        if part == MODEL:
+            yield from ((part, stem, names) for stem, names in split_names(named, model_files).items())
+        else:
+            yield part, part, {name: name for name in named}
+
+
+def sizes_to_copy(
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    *,
+    model_files: ModelFiles | None = None,
+    rank: int = 0,
+    ranks: int = 1,
+) -> dict[str, int]:
     """What a `CheckpointPlan` of such tensors will copy, for `HostBuffers.reserve`: file of this rank → bytes of its tensors.
 
     Args:
         tensors: As in `CheckpointContent`.
+        model_files: As in `CheckpointContent`.
         rank: The rank of this process.
         ranks: The world size.
 
@@ -299,7 +337,8 @@ def sizes_to_copy(tensors: Mapping[str, Mapping[str, Tensor]], *, rank: int = 0,
     """
     sizes: dict[str, int] = {}
     loads = [0] * ranks
-    for stem, named in tensors.items():
+    for part, stem, names in _by_file(tensors, model_files or {}):
+        named = {name: tensors[part][full] for name, full in names.items()}
         groups = _divide(named, loads)
         own_names = set(groups.get(rank, ()))
         for file in plan_files(stem, named, CheckpointContent.max_shard_size, groups.values())[0]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trainkit.checkpoint.checksum import CHECKSUMS
+from trainkit.checkpoint.model_files import MODEL, files_problem
 from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.errors import CheckpointError, CorruptCheckpointError, UnsavableError
 from trainkit.tagged_json.codec import MAX_DEPTH, MAX_JSON_BYTES, strict_json
@@ -47,8 +48,9 @@ __all__ = [
 ]
 
 
-FORMAT_VERSION = 3
-_WITHOUT_HOOKS = 2  # the format of a checkpoint that no hook has written to; earlier versions of trainkit read it
+FORMAT_VERSION = 4
+# Earlier versions of trainkit read a checkpoint whose weights have the names of the module, and that no hook has written to.
+_PLAIN, _WITH_HOOKS, _WITH_MODEL_FILES = 2, 3, 4
 MANIFEST = "manifest.json"
 DIGEST = "manifest.sha256"
 
@@ -99,6 +101,8 @@ class Manifest:
         checksum: The algorithm of the digests of the files, of `CHECKSUMS`; `"sha256"` in format 1.
         files: All other files, by name.
         hook_files: The files that hooks have written, by name: `config.json` or `unet/config.json`.
+        model_files: The files that the weights of the model are in, and how their names differ from those of the module, see
+            `trainkit.checkpoint.model_files`; empty if they are in `model.safetensors` by the module's names.
     """
 
     run_id: str
@@ -124,6 +128,7 @@ class Manifest:
     checksum: str
     files: dict[str, FileEntry]
     hook_files: dict[str, FileEntry] = field(default_factory=dict)
+    model_files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def all_files(self) -> dict[str, FileEntry]:
@@ -140,6 +145,10 @@ class Manifest:
         """The stems of models whose weights are not stored, since a hook has saved them itself."""
         return list(self.contents.get("by_hook", []))
 
+    def files_of(self, stem: str) -> dict[str, dict[str, Any]]:
+        """The stems of the files that the tensors of a part are in, and how their names differ from those of the module."""
+        return self.model_files if stem == MODEL and self.model_files else {stem: {"prefix": ""}}
+
     def to_bytes(self) -> bytes:
         """The content of `manifest.json`: strict JSON in ASCII; metrics that are not finite are strings.
 
@@ -155,8 +164,9 @@ class Manifest:
         problem = _problem(values)
         if problem is not None:
             raise UnsavableError(f"manifest{problem}")
-        if not self.hook_files:
-            del values["hook_files"]
+        for name in ("hook_files", "model_files"):
+            if not values[name]:
+                del values[name]
         first = {"format_version": values.pop("format_version")}
         data = json.dumps(first | values, indent=1, ensure_ascii=True, allow_nan=False).encode("ascii") + b"\n"
         if len(data) > MAX_JSON_BYTES:
@@ -189,6 +199,7 @@ class Manifest:
             )
         values.setdefault("finite", None)  # earlier versions did not write it
         values.setdefault("hook_files", {})
+        values.setdefault("model_files", {})
         if version == 1:
             values.setdefault("checksum", _FORMAT_1_CHECKSUM)
         problem = _problem(values)
@@ -223,9 +234,14 @@ def is_hook_file_name(name: object) -> bool:
     return isinstance(name, str) and name.count("/") <= 1 and all(map(is_file_name, name.split("/")))
 
 
-def format_version(hooks: bool) -> int:
-    """The version of the format of a new checkpoint: the lowest that reads it; `hooks`: whether hooks have a part in it."""
-    return FORMAT_VERSION if hooks else _WITHOUT_HOOKS
+def format_version(*, hooks: bool, model_files: bool) -> int:
+    """The version of the format of a new checkpoint: the lowest that reads it.
+
+    Args:
+        hooks: Whether hooks have a part in it.
+        model_files: Whether the manifest says which files the weights of the model are in.
+    """
+    return _WITH_MODEL_FILES if model_files else _WITH_HOOKS if hooks else _PLAIN
 
 
 def _metric_to_json(value: Any) -> float | str:
@@ -254,7 +270,14 @@ def _problem(values: dict[str, Any]) -> str | None:
         return "['files']: two names differ only in upper and lower case"
     if (clash := name_clash([name for _, name, _ in listed])) is not None:
         return f"['hook_files']: {clash!r} is also the name of another file or folder"
-    return None
+    return _model_files_problem(values["model_files"], values["format_version"])
+
+
+def _model_files_problem(files: Any, version: int) -> str | None:
+    problem = files_problem(files)
+    if problem is None and files and version < _WITH_MODEL_FILES:  # an earlier reader would misread the names
+        problem = f"expected none in format {version}"
+    return None if problem is None else f"['model_files']: {problem}"
 
 
 def name_clash(names: Collection[str]) -> str | None:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +31,7 @@ from trainkit.checkpoint.manifest import (
     list_names,
     why_not_a_checkpoint,
 )
+from trainkit.checkpoint.model_files import MODEL, model_name
 from trainkit.checkpoint.pointers import resolve_pointer
 from trainkit.checkpoint.ranks import SHARED_FOLDER_ADVICE, Group, assign_to_ranks, run_on_all_ranks
 from trainkit.checkpoint.regular_file import hash_file, not_regular, read_file, read_small_file
@@ -42,6 +43,7 @@ from trainkit.paths import local_path
 from trainkit.tagged_json.codec import MAX_JSON_BYTES, loads, strict_json
 
 __all__ = [
+    "STATE",
     "Checkpoint",
     "LoadedCheckpoint",
     "inspect_checkpoint",
@@ -125,6 +127,11 @@ class Checkpoint:
     def stems(self) -> list[str]:
         """The names of the parts of the checkpoint, for `read`: `"model"`, `"optimizer"`, `"state"`, …"""
         return sorted({*self._stems(), "state"})
+
+    def names_in_files(self, stem: str) -> dict[str, Callable[[str], str]]:
+        """The files of tensors of a part, and the function from a name in the file to the tensor's name in the module."""
+        renamed, files = self.manifest.files_of(stem), self._stems().get(stem, {})
+        return {name: partial(model_name, renamed[one]) for one, names in files.items() for name in names}
 
     def read(
         self, stems: Collection[str] | None = None, *, mapped: bool = False, unregistered: bool = False
@@ -210,20 +217,25 @@ class Checkpoint:
         """The files that `read` reads or verifies for these stems."""
         if stems is None:
             return list(self.manifest.all_files)
-        of_stems = {name for stem, names in self._stems().items() if stem in stems for name in [*names, stem + _INDEX]}
+        files = {one: names for stem, by_file in self._stems().items() if stem in stems for one, names in by_file.items()}
+        of_stems = {name for one, names in files.items() for name in [*names, one + _INDEX]}
         return [name for name in self.manifest.files if name in of_stems or (name == STATE and "state" in stems)]
 
     def _what(self, name: str) -> str:
         return str(self.path / name)
 
-    def _stems(self) -> dict[str, list[str]]:
-        return _stems(self.manifest, self._what(MANIFEST))
+    def _stems(self) -> dict[str, dict[str, list[str]]]:
+        """Each part → stem of its files → their names."""
+        files = _file_stems(self.manifest, self._what(MANIFEST))
+        of_model = self.manifest.model_files
+        parts = {stem: {stem: names} for stem, names in files.items() if stem not in of_model}
+        return {MODEL: {stem: files[stem] for stem in of_model}, **parts} if of_model else parts
 
     def _load(
         self, requested: Collection[str], fetch: Callable[[str], memoryview], unregistered: bool = False
     ) -> LoadedCheckpoint:
         """The content of the requested stems; `fetch` returns the verified content of a file."""
-        tensors = {stem: self._tensors(stem, names, fetch) for stem, names in self._stems().items() if stem in requested}
+        tensors = {stem: self._tensors(stem, files, fetch) for stem, files in self._stems().items() if stem in requested}
         for_state = tensors.pop("state", {})
         state: Any = {}
         if "state" in requested:
@@ -236,7 +248,26 @@ class Checkpoint:
                     raise CorruptCheckpointError(f"{self._what(STATE)}: models[{number}]: there is no file {stem}{_TENSORS}")
         return LoadedCheckpoint(self.manifest, tensors, state, self)
 
-    def _tensors(self, stem: str, names: list[str], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:
+    def _tensors(self, stem: str, files: Mapping[str, list[str]], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:
+        """The tensors of a part by the module's names; `files`: stem of the files → their names."""
+        tensors: dict[str, Tensor] = {}
+        renamed = self.manifest.files_of(stem)
+        for one, names in files.items():
+            for key, tensor in self._tensors_in_files(one, names, fetch).items():
+                name = model_name(renamed[one], key)
+                if name in tensors:
+                    raise CorruptCheckpointError(f"{self._what(names[0])}: the tensor {name!r:.200} is in two files")
+                tensors[name] = tensor
+        for alias, stored in self.manifest.aliases.get(stem, {}).items():
+            if stored not in tensors or alias in tensors:
+                raise CorruptCheckpointError(
+                    f"{self._what(MANIFEST)}: the alias {alias!r:.200} of {stored!r:.200} does not match "
+                    f"{', '.join(names[0] for names in files.values())}"
+                )
+        return tensors
+
+    def _tensors_in_files(self, stem: str, names: list[str], fetch: Callable[[str], memoryview]) -> dict[str, Tensor]:
+        """The tensors in the files of one stem, by the names there."""
         tensors: dict[str, Tensor] = {}
         file_of: dict[str, str] = {}
         for name in names:
@@ -249,11 +280,6 @@ class Checkpoint:
             value = strict_json(fetch(index), self._what(index))
             if not isinstance(value, dict) or value.get("weight_map") != file_of:
                 raise CorruptCheckpointError(f"{self._what(index)}: its weight_map does not match the files of tensors")
-        for alias, stored in self.manifest.aliases.get(stem, {}).items():
-            if stored not in tensors or alias in tensors:
-                raise CorruptCheckpointError(
-                    f"{self._what(MANIFEST)}: the alias {alias!r:.200} of {stored!r:.200} does not match {names[0]}"
-                )
         return tensors
 
     def _content(self, name: str, verified: bool = False, mapped: bool = False) -> memoryview:
@@ -344,7 +370,7 @@ def _inspect(path: Path) -> tuple[Manifest | None, CheckpointError | None, bytes
         manifest, problem, before = None, None, checkpoint_identity(path)
         try:
             manifest = _read_manifest(path)
-            _stems(manifest, str(path / MANIFEST))
+            _file_stems(manifest, str(path / MANIFEST))
             _measure(path, manifest)
         except CheckpointError as error:
             problem = error
@@ -387,7 +413,7 @@ def _measure(path: Path, manifest: Manifest) -> None:
         raise CorruptCheckpointError("\n".join(problems[:MAX_LISTED]) + (f"\nand {more} more" if more > 0 else ""))
 
 
-def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
+def _file_stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
     """The files of each stem, in order; `CorruptCheckpointError` if some are missing."""
     if STATE not in manifest.files:
         raise CorruptCheckpointError(f"{what}: {STATE} is not listed")
@@ -403,7 +429,15 @@ def _stems(manifest: Manifest, what: str) -> dict[str, list[str]]:
         count = len(names)
         if names not in ([f"{stem}{_TENSORS}"], [f"{stem}-{k:05d}-of-{count:05d}{_TENSORS}" for k in range(1, count + 1)]):
             raise CorruptCheckpointError(f"{what}: the files of {stem} are incomplete; listed: {list_names(names)}")
+    _check_model_files(manifest, stems, what)
     return stems
+
+
+def _check_model_files(manifest: Manifest, stems: Collection[str], what: str) -> None:
+    named = manifest.model_files
+    unmatched = [stem for stem in (MODEL, *named) if (stem in stems) != (stem in named)] if named else []
+    if unmatched:
+        raise CorruptCheckpointError(f"{what}: model_files does not match the files of {unmatched[0]}")
 
 
 def read_on_all_ranks(
