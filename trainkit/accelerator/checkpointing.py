@@ -50,12 +50,12 @@ from trainkit.paths import local_path, url_of
 from trainkit.state.model import capture_model
 from trainkit.state.plan_checkpoint import checksums, compare_ranks, plan_checkpoint
 from trainkit.state.pretrained import adapter_folders, has_adapters
+from trainkit.state.pretrained_folder import config_files
 from trainkit.state.training_objects import (
     CapturedState,
     SaveMode,
     TrainingObjects,
     capture,
-    config_files,
     describe_move,
     manifest_fields,
     model_stem,
@@ -105,6 +105,7 @@ class Checkpointing:
         self._checks = CollectiveChecks.of(self._world)
         self._nonfinite: deque[CommitResult] = deque()  # the writer's thread appends
         self._warned = False
+        self._said_names = False
         self.registered: list[Any] = []
         self.hooks = StateHooks()
         self.run_id = secrets.token_hex(8)
@@ -391,7 +392,7 @@ class Checkpointing:
         fingerprints = world.is_main or self._strategy.shards_parameters
         known = dict.fromkeys(by_hooks.models if fingerprints else range(len(objects.models)), "the main process's")
         taken = capture(objects, save=save, fingerprints=known)
-        _leave_to_hooks(taken, by_hooks.models)
+        self._choose_files(path, taken, objects.models, by_hooks.models)
         positions = [loader.gather_position(loader.state_dict()) for loader in self._prepared.loaders]
         state = {
             **taken.state,
@@ -428,8 +429,36 @@ class Checkpointing:
             checksum=checksum,
             hook_files=by_hooks.files,
             by_hook=stems,
+            model_files=taken.model_files,
         )
         return plan_checkpoint(world, content)
+
+    def _choose_files(self, path: Path, taken: CapturedState, models: Sequence[nn.Module], by_hooks: Collection[int]) -> None:
+        """Choose the files of the models that no hook has saved.
+
+        A notice says once that `from_pretrained` would open the folder with random weights: in it they have other names.
+        """
+        if by_hooks:
+            _leave_to_hooks(taken, by_hooks)
+            return
+        taken.choose_files(models)
+        if not self._said_names and not taken.attachments and not taken.model_files:
+            self._note_other_names(path, taken)
+
+    def _note_other_names(self, path: Path, taken: CapturedState) -> None:
+        models = taken.state["models"]
+        found = [(number, place) for number, model in enumerate(models) for place in model["configs"]]
+        if not found:
+            return
+        self._said_names = True
+        number, place = found[0]
+        of_several = model_stem(number) if len(models) > 1 else ""
+        attribute = "/".join(part for part in (of_several, place) if part)
+        option = f" --attribute {attribute}" if attribute else ""
+        notice(
+            f"save_state: from_pretrained({str(path)!r}) would initialize the weights at random, since they have other names "
+            f"there. For a folder that it opens: trainkit checkpoint export {path} exported{option}"
+        )
 
     def _restore(
         self, loop: Accelerator, path: Path, loaded: LoadedCheckpoint, parts: set[str], strict: bool, resumes: bool
@@ -517,7 +546,6 @@ def _leave_to_hooks(taken: CapturedState, models: Collection[int]) -> None:
         described = taken.state["models"][number]
         described |= {"extra": {}, "fingerprint": None, "configs": {}}
         taken.aliases.pop(model_stem(number))
-        taken.attachments = {}
 
 
 def _compare_seeds(seed: int, saved: int) -> None:
@@ -760,7 +788,7 @@ class Saving:
         if any(is_sharded_tensor(tensor) for tensor in placeholders.values()):
             group.wait()  # they are gathered from all processes
         state = capture_model(model, placeholders=placeholders)
-        files, folders, rank = config_files(state.configs), adapter_folders(state), group.rank
+        files, folders, rank = config_files(state.configs, state.tensors), adapter_folders(state), group.rank
         checks = [FiniteCheck(dict.fromkeys(tensors, True)) for tensors, _ in folders.values()] or [FiniteCheck(state.trained)]
 
         def write() -> None:

@@ -75,7 +75,7 @@ def build_from_checkpoint(
         UnknownNameError: `__init__` does not accept an override.
     """
     with _opened(path) as checkpoint:
-        loaded = checkpoint.read(model_stems(checkpoint.manifest.files) | {"state"})
+        loaded = checkpoint.read(model_stems(checkpoint.manifest) | {"state"})
     state, what = loaded.state, str(path) if isinstance(path, str | os.PathLike) else "the open file"
     if "hyper_parameters" not in state:
         raise CheckpointError(

@@ -47,6 +47,10 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
         example_input_array: An input of `forward`, for `ModelSummary` and `to_onnx`.
         CHECKPOINT_HYPER_PARAMS_KEY: Where `on_save_checkpoint` finds the hyperparameters in the checkpoint.
         strict_loading: `False`: a checkpoint is loaded as with `strict=False` of `Trainer.fit` and the other methods.
+        pretrained_attribute: The name of an attribute that is a `transformers` or PEFT model, such as `"model"`. Checkpoints
+            are then folders that `from_pretrained` opens: with the weights of that model by its own names, and its
+            configuration. Default: `None`, and `from_pretrained` raises an error for a checkpoint.
+        processing_class: With `pretrained_attribute`, a tokenizer or processor whose files are part of each checkpoint.
 
     Example:
         ```python
@@ -68,6 +72,8 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     automatic_optimization: bool = True
     strict_loading: bool = True
+    pretrained_attribute: str | None = None
+    processing_class: Any = None
     example_input_array: Any = None
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     # Lightning's, for Fabric and for strategies with a device mesh; a Trainer sets neither.

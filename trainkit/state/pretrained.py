@@ -84,10 +84,10 @@ def _has(value: Any, method: str) -> bool:
 
 def _describe(module: Any) -> dict[str, Any]:
     if _is_peft_model(module):
-        return {"kind": "peft", "config": _adapters(module)}
+        return {"kind": "peft", "config": {name: _with_base(config, module) for name, config in _adapters(module).items()}}
     config = json.loads(module.config.to_json_string())
     # save_pretrained adds both before it saves the configuration
-    config["architectures"] = [type(module).__name__]
+    config["architectures"] = [_class_of(module).__name__]
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     if dtype is not None:
         config["dtype"] = str(dtype).removeprefix("torch.")
@@ -100,6 +100,19 @@ def _describe(module: Any) -> dict[str, Any]:
     if getattr(module, "_hf_peft_config_loaded", False):
         description["adapters"] = _adapters(module)
     return description
+
+
+def _class_of(module: nn.Module) -> type:
+    """The class of a model, without the one that `fully_shard` has derived from it."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
+
+
+def _with_base(config: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The configuration of an adapter with what `save_pretrained` of PEFT adds: the class of the base model."""
+    if config.get("task_type") is not None:
+        return config
+    base = _class_of(model.get_base_model())
+    return {**config, "auto_mapping": {"base_model_class": base.__name__, "parent_library": base.__module__}}
 
 
 def _adapters(module: Any) -> dict[str, Any]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainkit.checkpoint.manifest import Manifest
+from trainkit.checkpoint.model_files import MODEL, ModelFiles
 from trainkit.checkpoint.reader import weights_by_hook
 from trainkit.console import notice, quantity
 from trainkit.data.order import ORDER_VERSION
@@ -23,6 +24,7 @@ from trainkit.precision import Precision
 from trainkit.rng import KEY_VERSION
 from trainkit.state.model import ModelState, capture_model, plan_model
 from trainkit.state.optimizer import capture_optimizer, plan_optimizer, same_groups
+from trainkit.state.pretrained_folder import for_from_pretrained, name_tied
 from trainkit.state.scheduler import capture_scheduler, check_scheduler, restore_scheduler
 from trainkit.strategy import Strategy
 
@@ -34,7 +36,6 @@ __all__ = [
     "capture",
     "check_components",
     "checkpoint_for_hooks",
-    "config_files",
     "describe_move",
     "manifest_fields",
     "model_stem",
@@ -90,6 +91,7 @@ class CapturedState:
         aliases: Stem → name of a tied parameter → the name that it is stored under.
         irregular: Optimizer slots that do not have the shape of their parameter.
         attachments: Further files of the checkpoint.
+        model_files: The files for the tensors of "model", see `trainkit.checkpoint.model_files`.
     """
 
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -98,6 +100,14 @@ class CapturedState:
     aliases: dict[str, dict[str, str]] = field(default_factory=dict)
     irregular: list[str] = field(default_factory=list)
     attachments: dict[str, bytes] = field(default_factory=dict)
+    model_files: ModelFiles = field(default_factory=dict)
+
+    def choose_files(self, models: Sequence[nn.Module]) -> None:
+        """Choose the files for the tensors, after hooks have changed these: `from_pretrained` opens those of a single model."""
+        if len(models) == 1:
+            described, tensors, aliases = self.state["models"][0], self.tensors[MODEL], self.aliases[MODEL]
+            chosen = for_from_pretrained(models[0], tensors, aliases, described["trained"], described["configs"])
+            self.model_files, self.attachments = chosen
 
 
 def check_components(names: Collection[str] | None, known: Sequence[str]) -> set[str]:
@@ -214,13 +224,14 @@ def describe_move(strategy: Strategy, manifest: Manifest) -> str | None:
 
 def model_stem(number: int) -> str:
     """The stem of the files of a model: "model", "model_1", …"""
-    return f"model_{number}" if number else "model"
+    return f"{MODEL}_{number}" if number else MODEL
 
 
-def model_stems(files: Collection[str]) -> set[str]:
-    """The stems of models, from the names of a checkpoint's files."""
-    stems = {name.split(".")[0].split("-")[0] for name in files if name.endswith(".safetensors")}
-    return {stem for stem in stems if stem == "model" or stem.startswith("model_")}
+def model_stems(manifest: Manifest) -> set[str]:
+    """The models in a checkpoint: "model", "model_1", …"""
+    stems = {name.split(".")[0].split("-")[0] for name in manifest.files if name.endswith(".safetensors")}
+    in_own_files = {MODEL} if manifest.model_files else set()
+    return {stem for stem in stems if stem == MODEL or stem.startswith("model_")} | in_own_files
 
 
 def capture(
@@ -244,6 +255,8 @@ def capture(
         placeholders = objects.strategy.stored_weights(model)
         model_state = capture_model(model, save, (fingerprints or {}).get(number), placeholders)
         stem = model_stem(number)
+        if len(objects.models) == 1:
+            name_tied(model, model_state.tensors, model_state.aliases, model_state.configs)
         captured.tensors[stem] = model_state.tensors
         captured.aliases[stem] = model_state.aliases
         # a callback may save a pruned parameter under its original name
@@ -251,8 +264,6 @@ def capture(
         captured.parameters[stem] = model_state.trained | original
         models.append({key: getattr(model_state, key) for key in ("extra", "trained", "fingerprint", "configs")})
     captured.state["models"] = models
-    if len(models) == 1:
-        captured.attachments = config_files(models[0]["configs"])
     if weights_only:
         return captured
     names = objects.names()
@@ -272,15 +283,6 @@ def capture(
     scaler = objects.precision.scaler
     captured.state["scaler"] = None if scaler is None else scaler.state_dict()
     return captured
-
-
-def config_files(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, bytes]:
-    """The files with which `transformers` can open the folder, if the model itself is one of its models."""
-    of_model = configs.get("")
-    if of_model is None or of_model["kind"] != "transformers":
-        return {}
-    files = {"config.json": of_model["config"], "generation_config.json": of_model.get("generation_config")}
-    return {name: json.dumps(value, indent=2).encode() for name, value in files.items() if value is not None}
 
 
 def restore(
@@ -320,7 +322,7 @@ def restore(
         loads += _plan_models(objects, tensors, state, aliases, components, what, strict, loaded)
     if "optimizer" in components:
         with _with_advice(components, *_WITH_OPTIMIZER):
-            of_optimizers, regrouped = _plan_optimizers(objects, tensors, state, what, strict, keep)
+            of_optimizers, regrouped = _plan_optimizers(objects, tensors, state, aliases, what, strict, keep)
         loads += [partial(_load_with_advice, load, components) for load in of_optimizers]
     if "scheduler" in components:
         with _with_advice(components, "scheduler"):
@@ -400,6 +402,7 @@ def _plan_optimizers(
     objects: TrainingObjects,
     tensors: Mapping[str, Mapping[str, Tensor]],
     state: Mapping[str, Any],
+    aliases: Mapping[str, Mapping[str, str]],
     what: str,
     strict: bool,
     keep: bool,
@@ -409,12 +412,12 @@ def _plan_optimizers(
     loads: list[Callable[[], list[str]]] = []
     regrouped: list[int] = []
     names = objects.names()
-    dtypes = {
-        (f"{model_stem(n)}/" if n else "") + without_pruning(name, tensors[model_stem(n)]): tensor.dtype
-        for n in range(len(objects.models))
-        if model_stem(n) in tensors  # otherwise a hook has saved them
-        for name, tensor in tensors[model_stem(n)].items()
-    }
+    dtypes: dict[str, torch.dtype] = {}
+    for stem in map(model_stem, range(len(objects.models))):
+        saved = tensors.get(stem, {})  # nothing if a hook has saved them
+        tied = {alias: saved[stored] for alias, stored in aliases.get(stem, {}).items() if stored in saved}
+        start = "" if stem == MODEL else f"{stem}/"
+        dtypes |= {start + without_pruning(name, saved): tensor.dtype for name, tensor in {**tied, **saved}.items()}
     slots = tensors.get("optimizer", {})
     for index, (optimizer, described) in enumerate(zip(objects.optimizers, state["optimizers"], strict=True)):
         stored = objects.strategy.stored_optimizer(optimizer)

@@ -209,7 +209,7 @@ def _read(strategy: Strategy, path: Path, whole: bool, converted_from: Path | No
             )
         if manifest.by_hook:
             raise StateMismatchError(weights_by_hook(str(path), manifest.by_hook[0]))
-        return None if whole else model_stems(manifest.files) | {"state"}
+        return None if whole else model_stems(manifest) | {"state"}
 
     mapped = converted_from is None and strategy.reads_checkpoint_parts
     return FoundCheckpoint(name, read_on_all_ranks(path, strategy.world, stems, mapped=mapped))

@@ -147,6 +147,7 @@ class SavePolicy:
         taken.tensors["model"] = seen.pop("state_dict")
         aliases = taken.aliases["model"]  # Names that a hook has removed have no alias.
         taken.aliases["model"] = {alias: name for alias, name in aliases.items() if name in taken.tensors["model"]}
+        taken.choose_files([run.module])
         for name in ("callbacks", "hyper_parameters"):
             kept = seen.pop(name, {})
             if name in state:
@@ -177,6 +178,7 @@ class SavePolicy:
             taken.attachments,
             parameters=parameters,
             checksum=checksum,
+            model_files=taken.model_files,
         )
 
     def _omit(self, seen: dict[str, Any], state: dict[str, Any]) -> None:
@@ -315,7 +317,9 @@ class SavePolicy:
             taken = capture(
                 training_objects(run), save=save or "all", weights_only=weights_only, fingerprints={0: "not needed"}
             )
-            self._saver.reserve(sizes_to_copy(taken.tensors, rank=world.rank, ranks=world.size), run.strategy.device)
+            taken.choose_files([run.module])
+            sizes = sizes_to_copy(taken.tensors, model_files=taken.model_files, rank=world.rank, ranks=world.size)
+            self._saver.reserve(sizes, run.strategy.device)
 
         if not self._reserves:
             self._reserves = True

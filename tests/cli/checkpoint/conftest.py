@@ -46,11 +46,17 @@ def save(tmp_path: Path) -> Save:
         **manifest: Any,
     ) -> Path:
         taken = capture(TrainingObjects(list(modules), list(optimizers), [], Precision()), save=save)
+        taken.choose_files(modules)
         contents = {"model": save, "optimizer": True, "resumable": True}
         described = {"contents": contents, "aliases": taken.aliases, "irregular": taken.irregular, "step": 7, "epoch": 2}
         described |= {"run_id": "feedface00112233", **manifest}
         content = CheckpointContent(
-            taken.tensors, {**taken.state, **(state or {})}, about(**described), taken.attachments, shard
+            taken.tensors,
+            {**taken.state, **(state or {})},
+            about(**described),
+            taken.attachments,
+            shard,
+            model_files=taken.model_files,
         )
         commit(CheckpointPlan(content), tmp_path / name)
         return tmp_path / name

@@ -30,6 +30,7 @@ _NOT_COMPARED = (
     "format_version",
     "checksum",
     "files",
+    "model_files",
     "aliases",
 )
 # Parts of the state that contain paths and times; compared with --all.

@@ -23,8 +23,10 @@ from torch import Tensor
 from trainkit._version import __version__
 from trainkit.checkpoint.ckpt_file import SUFFIX, lightning_form, write_ckpt
 from trainkit.checkpoint.manifest import DIGEST, MANIFEST, TORCH_SUFFIXES
+from trainkit.checkpoint.model_files import MODULE
 from trainkit.checkpoint.plain_files import shard_size, write_weights
-from trainkit.checkpoint.reader import Checkpoint, open_checkpoint
+from trainkit.checkpoint.reader import STATE, Checkpoint, open_checkpoint
+from trainkit.checkpoint.regular_file import read_small_file
 from trainkit.checkpoint.urls import remote_sync
 from trainkit.cli.checkpoint.text import bytes_text, print_lines
 from trainkit.console import quantity
@@ -39,6 +41,7 @@ from trainkit.errors import (
 from trainkit.paths import local_path
 from trainkit.state.pretrained import adapter_config, adapter_names, adapters_of
 from trainkit.state.training_objects import model_stems
+from trainkit.tagged_json.codec import MAX_JSON_BYTES, strict_json
 
 __all__ = [
     "DTYPES",
@@ -125,6 +128,8 @@ def export(
     module = read_module(checkpoint, attribute)
     chosen = kind or module.kind
     folders = export_folders(module, chosen, dtype)
+    if chosen != "safetensors" and "" in folders:
+        folders[""].attachments = {**_processing_files(checkpoint, attribute), **folders[""].attachments}
     if not any(folder.tensors for folder in folders.values()):
         raise ConfigurationError(f"{path}: there is no tensor to export. Fix: choose another checkpoint or attribute")
     about = {
@@ -135,11 +140,22 @@ def export(
         "format": chosen,
         "dtype": dtype,
         "trainkit_version": __version__,
+        "files": sorted(folders[""].attachments) if "" in folders else [],
     }
     _write(target, folders, (json.dumps(about, indent=2) + "\n").encode(), size)
     remote_sync.add_log_folder(target)
     remote_sync.finish()
     return chosen, folders
+
+
+def _processing_files(checkpoint: Checkpoint, attribute: str | None) -> dict[str, bytes]:
+    """The files of the tokenizer or processor of a model, if the checkpoint has them next to its weights."""
+    manifest = checkpoint.manifest
+    prefixes = {str(file["prefix"]) for stem, file in manifest.model_files.items() if stem != MODULE}
+    if f"{attribute}." not in prefixes:
+        return {}
+    others = [name for name in manifest.files if name != STATE and not name.endswith((".safetensors", ".index.json"))]
+    return {name: checkpoint.attachment(name) for name in others if not _OURS.fullmatch(name)}
 
 
 def export_file(
@@ -233,11 +249,21 @@ def _move_into(source: Path, target: Path) -> None:
     """Move the files of a folder into another, and remove the other files of an earlier export."""
     target.mkdir(exist_ok=True)
     names = [path.name for path in source.iterdir() if path.is_file()]
+    earlier = _files_of_earlier_export(target)
     for old in target.iterdir():
-        if _OURS.fullmatch(old.name) and old.name not in names and not old.is_dir():
+        if (_OURS.fullmatch(old.name) or old.name in earlier) and old.name not in names and not old.is_dir():
             old.unlink()
     for name in names:
         os.replace(source / name, target / name)
+
+
+def _files_of_earlier_export(folder: Path) -> list[Any]:
+    """The other files that an earlier export has written, as it says."""
+    try:
+        files = strict_json(read_small_file(folder / _MARK, MAX_JSON_BYTES), _MARK)["files"]
+    except (CorruptCheckpointError, KeyError, TypeError):  # there is none, or an earlier version wrote it
+        return []
+    return files if isinstance(files, list) else []
 
 
 @dataclass
@@ -332,7 +358,7 @@ def _enclosing_peft_model(configs: Mapping[str, Mapping[str, Any]], path: str) -
 def _split(checkpoint: Checkpoint, attribute: str | None) -> tuple[str, str]:
     """The stem of the model's files, and the path of the module in the model."""
     match = None if attribute is None else _MODEL.fullmatch(attribute)
-    stems = model_stems(checkpoint.manifest.files)
+    stems = model_stems(checkpoint.manifest)
     if match and len(stems) > 1 and match[1] in stems:
         return match[1], match[2] or ""
     return "model", attribute or ""
@@ -473,6 +499,9 @@ def _transformers(module: ExportedModule) -> dict[str, ExportFolder]:
     for alias, stored in module.aliases.items():
         if alias not in tied or tied[alias] != tied.get(stored):
             tensors[alias] = module.tensors[stored]
+    dtype = next((str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point()), None)
+    if isinstance(config, Mapping) and dtype is not None:
+        config = {**config, "dtype": dtype}
     files = {"config.json": config, "generation_config.json": module_config.get("generation_config")}
     return {"": ExportFolder(tensors, attachments={name: _json(c) for name, c in files.items() if isinstance(c, Mapping)})}
 

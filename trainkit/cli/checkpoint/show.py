@@ -71,12 +71,15 @@ def groups_of(state: Mapping[str, Any]) -> Iterator[tuple[int, str, int, list[st
 
 def _headers(checkpoint: Checkpoint) -> dict[str, dict[str, TensorHeader]]:
     """Stem → name → header."""
-    files = sorted(name for name in checkpoint.manifest.files if name.endswith(".safetensors"))
-    by_stem: dict[str, dict[str, TensorHeader]] = {}
-    for stem in checkpoint.stems:
-        stem_files = [name for name in files if name == f"{stem}.safetensors" or name.startswith(f"{stem}-")]
-        by_stem[stem] = {key: header for name in stem_files for key, header in tensor_headers(checkpoint.path / name).items()}
-    return {stem: stem_files for stem, stem_files in by_stem.items() if stem_files or stem != "state"}
+    by_stem = {
+        stem: {
+            named(key): header
+            for file, named in checkpoint.names_in_files(stem).items()
+            for key, header in tensor_headers(checkpoint.path / file).items()
+        }
+        for stem in checkpoint.stems
+    }
+    return {stem: headers for stem, headers in by_stem.items() if headers or stem != "state"}
 
 
 def _describe(checkpoint: Checkpoint, headers: _Headers, state: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -292,7 +292,7 @@ def _read_file(path: Path) -> ModelState:
 def _read_checkpoint(path: Path) -> ModelState:
     """The verified model of a trainkit checkpoint."""
     checkpoint = open_checkpoint(path)
-    stems = model_stems(checkpoint.manifest.files) or set(checkpoint.manifest.by_hook)
+    stems = model_stems(checkpoint.manifest) or set(checkpoint.manifest.by_hook)
     if len(stems) != 1:
         raise CheckpointError(
             f"{path} contains {len(stems)} models ({', '.join(sorted(stems))}). Prepare all of them, and use "
