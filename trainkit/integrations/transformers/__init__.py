@@ -2,4 +2,6 @@
 
 from __future__ import annotations
 
-__all__: list[str] = []
+from trainkit.integrations.transformers.transformers_data import TransformersData
+
+__all__ = ["TransformersData"]
