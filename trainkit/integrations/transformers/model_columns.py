@@ -99,7 +99,10 @@ class RowCollator:
         try:
             return self.collate(kept)
         except (ValueError, TypeError) as error:
-            raise _explain(kept, self._name) or error from error
+            explained = _explain(kept, self._name)
+            if explained is None:
+                raise
+            raise explained from error
 
     def _keep(self, row: Any) -> Any:
         if self._columns is None or not isinstance(row, Mapping):

@@ -12,7 +12,7 @@ import inspect
 from bisect import bisect_left, insort
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, takewhile
+from itertools import accumulate, chain, compress, takewhile
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from trainkit.console import notice, quantity
+from trainkit.data.stream_sharder import has_state
 from trainkit.errors import ConfigurationError, DataError
 from trainkit.integrations.transformers.model_columns import base_model
 
@@ -32,6 +33,7 @@ __all__ = [
     "PackingCollator",
     "RowPieces",
     "check_packing",
+    "has_weights",
     "is_flash",
     "pack_lengths",
     "packed_stream",
@@ -42,7 +44,6 @@ LONG_ROWS = ("error", "truncate", "split")
 """What can be done with a row that is longer than a sequence."""
 
 _IGNORED = -100
-_NOT_PACKED = ("attention_mask", "position_ids")  # The collator makes them.
 _MASKS_ITSELF = ("eager", "sdpa", "flex_attention")  # transformers makes the mask of these from the position ids.
 
 
@@ -122,34 +123,39 @@ class RowPieces:
             return [(0, limit)]
         return [(start, min(start + limit, length)) for start in range(0, length, limit)]
 
-    def length(self, row: Mapping[str, Any]) -> int:
-        """Number of tokens of a row, without padding."""
-        return len(self.tokens({name: row[name] for name in ("input_ids", "attention_mask") if name in row})["input_ids"])
-
     def tokens(self, row: Any) -> dict[str, list[int]]:
         """The columns of a row that have one number for each token, without padding.
 
         Raises:
             DataError: It has no `input_ids`, or a column that cannot be packed.
         """
+        self._check(row)
+        size, columns, odd = len(row["input_ids"]), dict[str, list[int]](), []
+        for name in filter(self._takes, row):
+            value = _numbers(row[name], size)
+            if value is None:
+                odd.append(name)
+            else:
+                columns[name] = value
+        if odd:
+            raise DataError(
+                f"packing=True expects one integer for each token in every column, but {', '.join(odd)} of the {self.name} set "
+                f"has other values. Remove the column: dataset.remove_columns({odd})"
+            )
+        mask = columns.pop("attention_mask", [])
+        return columns if all(mask) else {name: list(compress(value, mask)) for name, value in columns.items()}
+
+    def _takes(self, column: str) -> bool:
+        """Whether the model takes a column, and the collator does not make it."""
+        return column != "position_ids" and (self.columns is None or column in self.columns)
+
+    def _check(self, row: Any) -> None:
         if not isinstance(row, Mapping) or "input_ids" not in row:
             has = f"the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"type {type(row).__name__}"
             raise DataError(
                 f"packing=True expects rows with input_ids, but a row of the {self.name} set has {has}. Tokenize the texts: "
                 "dataset.map(lambda row: tokenizer(row['text']))"
             )
-        columns = {name: _numbers(value) for name, value in row.items() if self.columns is None or name in self.columns}
-        ids, mask = columns["input_ids"], columns.get("attention_mask")
-        kept = {name: value for name, value in columns.items() if name not in _NOT_PACKED}
-        odd = [name for name, value in kept.items() if value is None or len(value) != len(ids or ())]
-        if odd or ids is None:
-            raise DataError(
-                f"packing=True expects one integer for each token in every column, but {', '.join(odd) or 'input_ids'} of the "
-                f"{self.name} set has other values. Remove the column: dataset.remove_columns({odd})"
-            )
-        if mask is not None and not all(mask):
-            kept = {name: [one for one, real in zip(value or (), mask, strict=True) if real] for name, value in kept.items()}
-        return kept  # type: ignore[return-value]
 
     def cut(self, tokens: dict[str, list[int]], start: int, stop: int) -> dict[str, list[int]]:
         """A piece of a row. The label of its first token is -100: nothing before it predicts it."""
@@ -167,11 +173,11 @@ class RowPieces:
             )
 
 
-def _numbers(value: Any) -> list[int] | None:
-    """The integers in a list, array or tensor of one dimension; `None` if it is something else."""
+def _numbers(value: Any, size: int) -> list[int] | None:
+    """The integers in a list, array or tensor of one dimension; `None` if it is not `size` integers."""
     if hasattr(value, "tolist"):
         value = value.tolist()
-    if not isinstance(value, list | tuple) or any(not isinstance(one, int) for one in value):
+    if not isinstance(value, list | tuple) or len(value) != size or not all(isinstance(one, int) for one in value):
         return None
     return list(value)
 
@@ -191,6 +197,7 @@ class PackedRows(Dataset[list[dict[str, list[int]]]]):
     def __init__(self, rows: Any, lengths: Sequence[int], how: RowPieces) -> None:
         self.rows = rows
         self._how = how
+        self._lengths = np.asarray(lengths, dtype=np.int64)
         pieces = [Piece(row, *span) for row, length in enumerate(lengths) for span in how.spans(length, f"row {row}")]
         how.tell(sum(length > how.max_length for length in lengths), len(lengths))
         if not pieces:
@@ -219,11 +226,24 @@ class PackedRows(Dataset[list[dict[str, list[int]]]]):
         numbers = [piece.row for piece in pieces]
         fetch_many = getattr(self.rows, "__getitems__", None)
         rows = fetch_many(numbers) if fetch_many else [self.rows[number] for number in numbers]
-        return [self._how.cut(self._how.tokens(row), piece.start, piece.stop) for row, piece in zip(rows, pieces, strict=True)]
+        return [self._cut(row, piece) for row, piece in zip(rows, pieces, strict=True)]
+
+    def _cut(self, row: Any, piece: Piece) -> dict[str, list[int]]:
+        tokens = self._how.tokens(row)
+        length, planned = len(tokens["input_ids"]), self._lengths[piece.row]
+        if length != planned:
+            raise DataError(
+                f"packing=True: row {piece.row} of the {self._how.name} set has {length} tokens, but had {planned} when they "
+                "were packed. Return the same tokens each time, without random cropping, or make the dataset iterable."
+            )
+        return self._how.cut(tokens, piece.start, piece.stop)
 
 
 class PackedStream(IterableDataset[list[dict[str, list[int]]]]):
     """Rows of a stream in sequences, in their order: a sequence ends before the row that it has no space for.
+
+    If an epoch ends early, by a limit, the rows that were read and are in no sequence yet begin the next one if the dataset
+    continues where it stopped. One of `datasets` begins again.
 
     Args:
         rows: An iterable dataset.
@@ -235,7 +255,8 @@ class PackedStream(IterableDataset[list[dict[str, list[int]]]]):
         self._how = how
         self._told = False
         self._pending: list[dict[str, list[int]]] = []  # Read, and not in a sequence yet.
-        self._continues = False
+        self._continues = has_state(rows) and not type(rows).__module__.startswith("datasets.")
+        self._begins_again = not self._continues
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch to the dataset, if it has `set_epoch`."""
@@ -243,9 +264,9 @@ class PackedStream(IterableDataset[list[dict[str, list[int]]]]):
             self.rows.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[dict[str, list[int]]]]:
-        if not self._continues:
+        if self._begins_again:
             self._pending = []
-        self._continues = False
+        self._begins_again = not self._continues
         rows = iter(self.rows)
         while True:
             ends = accumulate(len(piece["input_ids"]) for piece in self._pending)
@@ -285,13 +306,12 @@ class StatefulPackedStream(PackedStream):
         """Continue after the sequence at which `state_dict` was called."""
         self.rows.load_state_dict(state_dict["rows"])
         self._pending = list(state_dict["pending"])
-        self._continues = True
+        self._begins_again = False
 
 
 def packed_stream(rows: Any, how: RowPieces) -> PackedStream:
     """The sequences of a stream, with a state if its dataset has one."""
-    stateful = callable(getattr(rows, "state_dict", None)) and callable(getattr(rows, "load_state_dict", None))
-    return StatefulPackedStream(rows, how) if stateful else PackedStream(rows, how)
+    return StatefulPackedStream(rows, how) if has_state(rows) else PackedStream(rows, how)
 
 
 class PackingCollator:
@@ -315,15 +335,15 @@ class PackingCollator:
     def __call__(self, sequences: Sequence[list[dict[str, list[int]]]]) -> dict[str, Any]:
         """The batch of some sequences, each a list of pieces."""
         filled = [[*pieces, *self._padding(pieces)] for pieces in sequences]
-        names = list(dict.fromkeys(name for pieces in filled for piece in pieces for name in piece))
         batch: dict[str, Any] = {
-            name: torch.tensor([[one for piece in pieces for one in piece[name]] for pieces in filled]) for name in names
+            name: torch.tensor([list(chain.from_iterable(piece[name] for piece in pieces)) for pieces in filled])
+            for name in filled[0][0]
         }
         lengths = [[len(piece["input_ids"]) for piece in pieces] for pieces in filled]
-        batch["position_ids"] = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in lengths])
+        batch["position_ids"] = torch.tensor([list(chain.from_iterable(map(range, row))) for row in lengths])
         batch["use_cache"] = False
         if self.flash:
-            flat = [length for row in lengths for length in row]
+            flat = list(chain.from_iterable(lengths))
             ends = torch.tensor([0, *accumulate(flat)], dtype=torch.int32)
             batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": max(flat), "max_length_k": max(flat)}
         return batch
@@ -357,6 +377,8 @@ def check_packing(model: Any) -> None:
             del batch["labels"]
             inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
             logits: Tensor = model(**inputs).logits
+            if logits.shape[:2] != inputs["input_ids"].shape:
+                raise _unpackable(name, "it has no logits for each token")
             return logits.double().cpu()
 
         packed = forward([a, b], [changed, b], [a, [*b[:-1], 5]])
@@ -365,8 +387,10 @@ def check_packing(model: Any) -> None:
     coarse = torch.finfo(model.dtype).bits < 32
     first, second = packed[:, : len(a)], packed[:, len(a) :]
     leak = max((second[1] - second[0]).abs().max(), (packed[2, :-1] - packed[0, :-1]).abs().max())
-    if leak > size * (1e-2 if coarse else 1e-5):
-        raise _unpackable(name, f"its rows see each other: with attention {implementation!r} it makes no mask for them")
+    if leak > size * (2 * torch.finfo(model.dtype).eps if coarse else 1e-5):
+        raise _unpackable(
+            name, f"its rows see each other: with attention {implementation!r} it makes no mask from their position ids"
+        )
     error = max((first[0] - alone[0]).abs().max(), (second[0] - alone[1]).abs().max())
     if error > size * (5e-2 if coarse else 1e-3):
         raise _unpackable(name, "a row that is packed gives other logits than the same row alone")
@@ -381,6 +405,8 @@ def refuse_unpackable(model: Any) -> None:
     name = type(model).__name__
     if model.config.is_encoder_decoder:
         raise _unpackable(name, "it has an encoder")
+    if base_model(model)._is_stateful:
+        raise _unpackable(name, "its recurrent layers do not start again at each row")
     if "position_ids" not in inspect.signature(base_model(model).forward).parameters:
         raise _unpackable(name, "its forward has no position_ids")
     implementation = model.config._attn_implementation
@@ -390,6 +416,11 @@ def refuse_unpackable(model: Any) -> None:
             f"its attention is {implementation!r}, for which transformers makes no mask",
             "Load the model with attn_implementation='sdpa'.",
         )
+
+
+def has_weights(model: nn.Module) -> bool:
+    """Whether all parameters have values in this process; not so on the meta device, or where ZeRO has sharded them."""
+    return all(parameter.numel() > 0 and not parameter.is_meta for parameter in model.parameters())
 
 
 def is_flash(model: Any) -> bool:

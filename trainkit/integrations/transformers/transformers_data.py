@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainkit.checks import choice, function, switch, whole_number
+from trainkit.checks import KnownKeywords, choice, function, switch, whole_number
 from trainkit.console import notice
 from trainkit.errors import ConfigurationError, DataError, MissingMethodError
 from trainkit.integrations.transformers.model_columns import ModelColumns, RowCollator, find_model
@@ -18,6 +19,7 @@ from trainkit.integrations.transformers.packing import (
     PackingCollator,
     RowPieces,
     check_packing,
+    has_weights,
     is_flash,
     packed_stream,
     refuse_unpackable,
@@ -28,10 +30,11 @@ from trainkit.rng import RandomState
 __all__ = ["TransformersData"]
 
 _STRATEGIES = ("random", "sequential", "group_by_length")
+_ROWS_AT_A_TIME = 10_000
 _NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
 
-class TransformersData(DataModule):
+class TransformersData(KnownKeywords, DataModule):
     """Datasets of rows (dicts of columns) in ordinary `DataLoader`s, with the arguments of transformers' Trainer.
 
     What differs: the loaders are sharded and resumed by trainkit, and evaluation always reads every row once, in order.
@@ -142,9 +145,9 @@ class TransformersData(DataModule):
     def setup(self, stage: str) -> None:
         """Check that the model computes packed rows as it does one by one, if rows are packed. Call it if you override it."""
         model = self._find_model()
-        if self.packing and model is not None and model.device.type != "meta":
+        self._checked_packing = self.packing and stage != "predict" and model is not None and has_weights(model)
+        if self._checked_packing:
             check_packing(model)
-            self._checked_packing = True
 
     def train_dataloader(self) -> DataLoader[Any]:
         """The loader of the training dataset.
@@ -221,7 +224,7 @@ class TransformersData(DataModule):
         if _is_stream(dataset):
             packed: Any = packed_stream(dataset, how)
         else:
-            packed = PackedRows(dataset, [how.length(row) for row in _read(dataset, ("input_ids", "attention_mask"))], how)
+            packed = PackedRows(dataset, _lengths(dataset, "input_ids", None, "attention_mask"), how)
             options["shuffle"] = stage == "train" and self.train_sampling_strategy == "random"
         collate = PackingCollator(self.max_length, model is not None and is_flash(model))
         return DataLoader(packed, collate_fn=collate, **options, **self.loader_options)
@@ -243,14 +246,14 @@ class TransformersData(DataModule):
             return dataset, False
         known = _column_names(dataset)
         if known is None:
-            self._tell(f"of each row of the {name} set, only what {columns.model_name}.forward takes is kept.")
+            self._tell(f"of each row only what {columns.model_name}.forward takes is kept.")
             return dataset, True
         unused = columns.unused(known, name)
         if not unused:
             return dataset, False
         self._tell(
-            f"the columns {', '.join(unused)} of the {name} set are removed: {columns.model_name}.forward does not take them. "
-            "To keep them: TransformersData(remove_unused_columns=False)"
+            f"removed from the rows, since {columns.model_name}.forward does not take it: {', '.join(unused)}. To keep all "
+            "columns: TransformersData(remove_unused_columns=False)"
         )
         if _is_arrow(dataset):
             return dataset.remove_columns(unused), False
@@ -359,32 +362,50 @@ def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
     return stacking
 
 
-def _read(dataset: Any, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
-    """The rows of a map-style dataset, of which only these columns are needed; random numbers that it draws are not counted."""
-    random_state = RandomState()
-    if _is_arrow(dataset):
-        for batch in dataset.with_format(None).select_columns([c for c in columns if c in dataset.column_names]).iter(1000):
-            yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
-    else:
-        for index in range(len(dataset)):
-            yield dataset[index]
-    random_state.restore()
+def _lengths(dataset: Any, main: str, column: str | None, mask: str = "") -> list[int]:
+    """The lengths of the rows of a map-style dataset.
 
-
-def _lengths(dataset: Any, main: str, column: str) -> list[int]:
-    """The lengths of the rows of a dataset: a column, or the length of the main input.
+    Args:
+        dataset: The dataset.
+        main: The column with one item for each token.
+        column: A column with the lengths, which is preferred; `None`: it is not used.
+        mask: A column with 0 for the items that are padding, which do not count.
 
     Raises:
-        DataError: A row has neither.
+        DataError: A row has neither `main` nor `column`.
     """
-    lengths: list[int] = []
-    known = _column_names(dataset) or []
-    for row in _read(dataset, [column] if column in known else [main]):
+    if _is_arrow(dataset):
+        if column in dataset.column_names:
+            return [int(length) for length in dataset.with_format(None)[column]]
+        if main in dataset.column_names:
+            return _lengths_of_lists(dataset, main, mask)
+    random_state, lengths = RandomState(), []
+    for index in range(len(dataset)):
+        row = dataset[index]
         if not isinstance(row, Mapping) or not (column in row or hasattr(row.get(main), "__len__")):
+            has = f"the columns {', '.join(map(str, row))}" if isinstance(row, Mapping) else f"type {type(row).__name__}"
             raise DataError(
-                f"train_sampling_strategy='group_by_length' needs the lengths of rows, but row {len(lengths)} has neither the "
-                f"column {column!r} nor {main!r}. Add one: dataset.map(lambda row: {{{column!r}: len(row[...])}}), or name the "
-                "one that there is: TransformersData(length_column_name=...)"
+                f"the length of each row is needed, but row {index} has neither {main!r} nor a column of lengths; it has "
+                f"{has}. Tokenize the texts: dataset.map(lambda row: tokenizer(row['text'])); or, for group_by_length, name "
+                "the column with the lengths: TransformersData(length_column_name=...)"
             )
-        lengths.append(int(row[column]) if column in row else len(row[main]))
+        counted = row[column] if column in row else np.count_nonzero(row[mask]) if mask in row else len(row[main])
+        lengths.append(int(counted))
+    random_state.restore()
+    return lengths
+
+
+def _lengths_of_lists(dataset: Any, main: str, mask: str) -> list[int]:
+    """The lengths of the lists in a column of a `datasets.Dataset`, read from its table without making Python objects."""
+    import pyarrow.compute as arrow
+
+    columns = [main, *([mask] if mask in dataset.column_names else [])]
+    lengths: list[int] = []
+    for table in dataset.with_format("arrow").select_columns(columns).iter(_ROWS_AT_A_TIME):
+        counts = arrow.list_value_length(table[main]).to_numpy()
+        if mask in columns:
+            kept = np.concatenate([[0], np.cumsum(arrow.list_flatten(table[mask]).to_numpy() != 0)])
+            ends = np.cumsum(counts)
+            counts = kept[ends] - kept[ends - counts]
+        lengths += counts.tolist()
     return lengths
