@@ -79,6 +79,7 @@ PROGRAMS = [
     Program("order", "The first index of an epoch", "order.py", quick="--lengths 1000 --baseline 1000"),
     Program("import_time", "Import", "import_time.py", quick="--repeats 1"),
     Program("plan", "What a run holds", "plan.py", quick="--only single --precisions 32-true"),
+    Program("transformers", "The Trainer's job", "transformers_jobs.py", quick="--only gpt2", needs="transformers"),
     Program("faults", "After a fault", "faults.py", quick="--contender trainkit --part flip --kills 1", peers=True),
 ]
 
