@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from trainkit.integrations.transformers.transformers_data import TransformersData
+from trainkit.integrations.transformers.transformers_module import TransformersModule
 
-__all__ = ["TransformersData"]
+__all__ = ["TransformersData", "TransformersModule"]
