@@ -42,6 +42,8 @@ def make_schedule(
     | `"cosine"` | falls to 0 along half a cosine | `num_cycles=0.5`: number of waves |
     | `"cosine_with_restarts"` | falls to 0 along half a cosine, `num_cycles` times | `num_cycles=1` |
     | `"cosine_with_min_lr"` | as `"cosine"`, but to `min_lr` | `min_lr`, or `min_lr_rate` as a fraction; `num_cycles=0.5` |
+    | `"cosine_warmup_with_min_lr"` | as `"cosine_with_min_lr"`, one step ahead: the warm-up ends at 1 in its last step, and \
+begins at `warmup_lr_rate` or its first part | those of `"cosine_with_min_lr"`, and `warmup_lr_rate` |
     | `"polynomial"` | falls to `lr_end` with a power of the remaining part | `power=1.0`, `lr_end=1e-7` |
     | `"constant"` | 1 from the first step; has no warm-up | |
     | `"constant_with_warmup"` | 1 | |
@@ -180,13 +182,38 @@ def _cosine_with_min_lr(
     min_lr_rate: float | None = None,
     lr_init: float = 1.0,
 ) -> float:
-    if (min_lr is None) == (min_lr_rate is None):
-        raise OptimizerError("The schedule 'cosine_with_min_lr' needs min_lr or min_lr_rate. For example: min_lr_rate=0.1")
-    least = float(min_lr_rate) if min_lr_rate is not None else float(min_lr or 0.0) / lr_init
+    least = _least("cosine_with_min_lr", min_lr, min_lr_rate, lr_init)
     if step < num_warmup_steps:
         return _warmup(step, num_warmup_steps)
     wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * _progress(step, num_warmup_steps, num_training_steps)))
     return max(0.0, wave * (1.0 - least) + least)
+
+
+def _cosine_warmup_with_min_lr(
+    step: int,
+    *,
+    num_warmup_steps: int,
+    num_training_steps: int,
+    num_cycles: float = 0.5,
+    min_lr: float | None = None,
+    min_lr_rate: float | None = None,
+    warmup_lr_rate: float | None = None,
+    lr_init: float = 1.0,
+) -> float:
+    least = _least("cosine_warmup_with_min_lr", min_lr, min_lr_rate, lr_init)
+    if step < num_warmup_steps:
+        if warmup_lr_rate is None:
+            return (step + 1) / num_warmup_steps
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)
+    wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * _progress(step + 1, num_warmup_steps, num_training_steps)))
+    return max(0.0, wave * (1.0 - least) + least)
+
+
+def _least(name: str, min_lr: float | None, min_lr_rate: float | None, lr_init: float) -> float:
+    """The smallest factor."""
+    if (min_lr is None) == (min_lr_rate is None):
+        raise OptimizerError(f"The schedule {name!r} needs min_lr or min_lr_rate. For example: min_lr_rate=0.1")
+    return float(min_lr_rate) if min_lr_rate is not None else float(min_lr or 0.0) / lr_init
 
 
 def _cosine_with_restarts(step: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> float:
@@ -268,6 +295,7 @@ _FORMULAS: dict[str, Callable[..., float]] = {
     "cosine": _cosine,
     "cosine_with_restarts": _cosine_with_restarts,
     "cosine_with_min_lr": _cosine_with_min_lr,
+    "cosine_warmup_with_min_lr": _cosine_warmup_with_min_lr,
     "polynomial": _polynomial,
     "constant": _constant,
     "constant_with_warmup": _constant_with_warmup,
