@@ -50,7 +50,6 @@ _MIX: dict[str, Any] = {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0}
 OPTIMIZERS: dict[str, NamedOptimizer] = {
     "adafactor": NamedOptimizer("transformers.Adafactor", fixed={"scale_parameter": False, "relative_step": False}),
     "adagrad": NamedOptimizer("torch.optim.Adagrad"),
-    "adamax": NamedOptimizer("torch.optim.Adamax", _ADAM),
     "adamw_8bit": _of_bitsandbytes("AdamW", _ADAM, 8, is_paged=False),
     "adamw_bnb_8bit": _of_bitsandbytes("AdamW", _ADAM, 8, is_paged=False),
     "adamw_torch": NamedOptimizer("torch.optim.AdamW", _ADAM),
@@ -74,7 +73,7 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
     "rmsprop_bnb_8bit": _of_bitsandbytes("RMSprop", (), 8),
     "sgd": NamedOptimizer("torch.optim.SGD"),
 }
-"""Name → optimizer. Those of transformers' `OptimizerNames`, and `adamax` and `lion` (short for `lion_32bit`)."""
+"""Name → optimizer. Those of transformers' `OptimizerNames`, and `lion`, short for `lion_32bit`."""
 
 _OWN = "Override configure_optimizers to use it."
 _LAYERS = "it projects the gradients of layers that its own argument chooses"
@@ -108,7 +107,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """The parameter groups of the Hugging Face Trainer: one with weight decay, one with all biases and norms without it.
 
     Args:
-        model: Its trainable parameters. A group without parameters is left out.
+        model: Its trainable parameters. A group without parameters is omitted.
         weight_decay: Of the first group.
     """
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NO_DECAY)))

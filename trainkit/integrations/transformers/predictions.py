@@ -46,7 +46,7 @@ class Predictions:
     Files are in a folder of their own in Python's temporary folder, which the variable `TMPDIR` chooses. `close` removes them.
 
     Args:
-        limit: Bytes of arrays in memory.
+        limit: Bytes of arrays in memory. Default: `MEMORY_LIMIT`.
 
     Example:
         ```python
@@ -56,8 +56,8 @@ class Predictions:
         ```
     """
 
-    def __init__(self, limit: int = MEMORY_LIMIT) -> None:
-        self._limit = limit
+    def __init__(self, limit: int | None = None) -> None:
+        self._limit = MEMORY_LIMIT if limit is None else limit
         self._bytes = 0
         self._batches: list[list[_Block]] = []
         self._form: Mapping[str, Any] = {}
@@ -93,7 +93,7 @@ class Predictions:
             fill: What to pad the arrays under a key with; default: -100, as in transformers.
 
         Returns:
-            On the main process the form of the batches, with numpy arrays that may be changed; they are gone after `close`. On
+            On the main process the form of the batches, with numpy arrays that may be changed; `close` removes them. On
             other ranks, and without any batch, `None`.
         """
         if self._file is not None:

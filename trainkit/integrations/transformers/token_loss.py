@@ -15,21 +15,16 @@ from torch.nn import functional as F
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trainkit.errors import ConfigurationError
+from trainkit.integrations.transformers.model_columns import base_model
 from trainkit.nested import batch_size
 
-__all__ = ["IGNORED", "LabelCount", "base_model", "smoothed_loss"]
+__all__ = ["IGNORED", "LabelCount", "smoothed_loss"]
 
 IGNORED = -100
 """The label that no loss of transformers counts."""
 
 # Their losses are means over samples, each divided by its own number of labels.
 _MEANS_OF_SAMPLES = ("ForCTC", "ForRNNT", "ForTDT")
-
-
-def base_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside a PEFT model; another model itself."""
-    get = getattr(model, "get_base_model", None)
-    return get() if callable(get) and hasattr(model, "peft_config") else model
 
 
 class LabelCount:

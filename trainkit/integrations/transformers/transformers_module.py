@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 from transformers.utils import can_return_loss, find_labels
@@ -23,9 +23,10 @@ from transformers.utils import can_return_loss, find_labels
 from trainkit.checks import choice, function, real_number
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, DataError, LossError, MetricError, OptimizerError
+from trainkit.integrations.transformers.model_columns import base_model
 from trainkit.integrations.transformers.named_optimizers import check_optimizer, decay_groups, make_optimizer, read_optim_args
 from trainkit.integrations.transformers.predictions import Predictions
-from trainkit.integrations.transformers.token_loss import LabelCount, base_model, smoothed_loss
+from trainkit.integrations.transformers.token_loss import LabelCount, smoothed_loss
 from trainkit.module.train_module import TrainModule
 
 __all__ = ["TransformersModule"]
@@ -60,8 +61,8 @@ class TransformersModule(TrainModule):
         processing_class: The tokenizer, image processor or feature extractor, saved with the model.
         learning_rate: The largest learning rate of the schedule.
         weight_decay: For all parameters but biases and those of normalization layers.
-        optim: Name of the optimizer: `adamw_torch`, `adamw_torch_fused`, `adafactor`, `sgd`, `adagrad`, `rmsprop`, `adamax`,
-            through torchao `adamw_torch_8bit` and `adamw_torch_4bit`, through bitsandbytes `adamw_8bit`, `lion`, `lion_8bit`,
+        optim: Name of the optimizer: `adamw_torch`, `adamw_torch_fused`, `adafactor`, `sgd`, `adagrad`, `rmsprop`, through
+            torchao `adamw_torch_8bit` and `adamw_torch_4bit`, through bitsandbytes `adamw_8bit`, `lion`, `lion_8bit`,
             `ademamix`, `paged_adamw_8bit` and others. To use another one, override `configure_optimizers`.
         optim_args: More arguments of the optimizer's class: a dict, or `"momentum=0.9,nesterov=True"`.
         adam_beta1: Of Adam and its relatives.
@@ -155,6 +156,7 @@ class TransformersModule(TrainModule):
         self.compute_loss_func = compute_loss_func
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self._base_class = type(base_model(model))
+        self.pretrained_attribute = "model" if issubclass(self._base_class, PreTrainedModel) else None
         self._label_names = list(find_labels(self._base_class) if label_names is None else label_names)
         self._count = LabelCount(model, self._label_names)
         self._smoothing = _smoothing(model, label_smoothing_factor)
@@ -164,8 +166,9 @@ class TransformersModule(TrainModule):
         if generation_config is not None:
             self.model.generation_config = _load_generation_config(generation_config)
         if gradient_checkpointing:
-            kwargs = None if gradient_checkpointing_kwargs is None else dict(gradient_checkpointing_kwargs)
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+            old = "gradient_checkpointing_enable"  # its name before transformers 5.20
+            enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
+            enable(None if gradient_checkpointing_kwargs is None else dict(gradient_checkpointing_kwargs))
 
     # ------------------------------------------------------------------------------------------------------------ training
 
@@ -297,7 +300,7 @@ class TransformersModule(TrainModule):
         chosen = {"max_length": self.hparams.generation_max_length, "num_beams": self.hparams.generation_num_beams}
         options = {key: value for key, value in chosen.items() if value is not None}
         strategy = self.trainer.strategy
-        # Every forward gathers parameters, so a rank whose samples have ended goes on as long as others do.
+        # Every forward gathers parameters, so a rank whose samples have ended continues until all have.
         together = strategy.shards_parameters and strategy.world.size > 1
         tokens: Tensor = self.model.generate(**inputs, **options, synced_gpus=together)
         return tokens
@@ -468,7 +471,7 @@ class TransformersModule(TrainModule):
             token: The access token. Default: the one that `hf auth login` has stored.
             private: Create a private repository.
             commit_message: Of the commit.
-            revision: The branch, which is created if it is missing. Default: the main one.
+            revision: The branch, which is created if it is missing. Default: the repository's main branch.
 
         Returns:
             The address of the commit.
@@ -515,7 +518,8 @@ def _as_mapping(batch: Any) -> Mapping[str, Any]:
         return batch
     raise DataError(
         f"TransformersModule expected a batch that is a dict of the arguments of the model's forward, got "
-        f"{type(batch).__name__}. Return a dict from the data set or the collate_fn: {'input_ids': ..., 'labels': ...}"
+        f"{type(batch).__name__}. Return a dict from the data set or the collate_fn: "
+        "{'input_ids': ..., 'labels': ...}"
     )
 
 
