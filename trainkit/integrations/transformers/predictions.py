@@ -98,25 +98,23 @@ class Predictions:
         """
         if self._file is not None:
             self._file.flush()
-        sizes: list[list[list[tuple[list[int], str]]]] = []
-        mine = [[(list(block.shape), block.dtype.str) for block in batch] for batch in self._batches]
-        world.collect(mine, sizes.extend)
+        by_rank = _exchange_sizes(world, self._batches)
         if not world.is_main:
             for batch in self._batches:
                 for block in batch:
                     _send(world, self._read(block))
             return None
-        blocks = [[[_Block(tuple(shape), np.dtype(kind), 0) for shape, kind in row] for row in rows] for rows in sizes]
-        order = list(_in_order([len(rows) for rows in blocks]))
+        order = list(_in_order([len(batches) for batches in by_rank]))
         if not order:
             return None
-        keys = [key for key, _ in _columns(self._form)]
-        arrays = self._allocate([[blocks[rank][index][column] for rank, index in order] for column in range(len(keys))])
+        batches = [by_rank[rank][index] for rank, index in order]
+        arrays = self._allocate(list(zip(*batches, strict=True)))
+        fills = [fill.get(key, -100) for key, _ in _columns(self._form)]
         row = [0] * len(arrays)
-        for rank, index in order:
-            for column, block in enumerate(blocks[rank][index]):
+        for (rank, index), batch in zip(order, batches, strict=True):
+            for column, block in enumerate(batch):
                 value = self._read(self._batches[index][column]) if rank == 0 else _receive(world, rank, block)
-                _place(arrays[column], row[column], value, fill.get(keys[column], -100))
+                _place(arrays[column], row[column], value, fills[column])
                 row[column] += len(value)
         parts = iter(arrays)
         return {key: map_tensors(form, lambda _: next(parts)) for key, form in self._form.items()}
@@ -161,6 +159,13 @@ class Predictions:
             path = self._path() / f"{index}.npy"
             arrays.append(np.lib.format.open_memmap(path, "w+", kind, shape) if prod(shape) else np.empty(shape, kind))
         return arrays
+
+
+def _exchange_sizes(world: World, batches: Sequence[Sequence[_Block]]) -> list[list[list[_Block]]]:
+    """On the main process the shapes and types of all batches, by rank; nothing on other ranks. Collective."""
+    sizes: list[list[list[tuple[list[int], str]]]] = []
+    world.collect([[(list(block.shape), block.dtype.str) for block in batch] for batch in batches], sizes.extend)
+    return [[[_Block(tuple(shape), np.dtype(kind), 0) for shape, kind in batch] for batch in rows] for rows in sizes]
 
 
 def _columns(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

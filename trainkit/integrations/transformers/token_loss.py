@@ -1,7 +1,7 @@
 """The loss of a batch as a mean, and how many labels it is the mean of.
 
 Both must count the same labels: the gradient of a window is the mean over all its counted labels only if each micro-batch's
-loss is a mean, weighted by its count.
+loss is a mean, weighted by its count. A file of its own because these rules are read apart from how a model is run.
 """
 
 from __future__ import annotations

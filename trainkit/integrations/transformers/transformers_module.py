@@ -135,11 +135,7 @@ class TransformersModule(TrainModule):
         generation_config: Any = None,
     ) -> None:
         super().__init__()
-        if not isinstance(model, nn.Module):
-            raise ConfigurationError(
-                f"TransformersModule expected a model, got {model!r}. For example: "
-                "TransformersModule(AutoModelForCausalLM.from_pretrained(name))"
-            )
+        _check_model(model)
         optim, lr_scheduler_type = _text(optim), _text(lr_scheduler_type)  # they may be members of transformers' enumerations
         optim_args, include_for_metrics = read_optim_args(optim_args), tuple(include_for_metrics)
         check_optimizer(optim)
@@ -495,6 +491,14 @@ class TransformersModule(TrainModule):
                 except Exception as failure:
                     error = failure
             return _agreed(strategy, address, error)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(
+            f"TransformersModule expected a model, got {model!r}. For example: "
+            "TransformersModule(AutoModelForCausalLM.from_pretrained(name))"
+        )
 
 
 def _agreed(strategy: Any, address: str, error: Exception | None) -> str:
