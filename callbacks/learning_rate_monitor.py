@@ -12,6 +12,7 @@ from trainkit.callback import Callback
 from trainkit.checks import choice
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError
+from trainkit.optim.joint_optimizer import optimizers_in
 
 if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
@@ -122,12 +123,13 @@ class LearningRateMonitor(Callback):
             self.log_dict(values, on_step=False, on_epoch=True)
 
     def on_before_optimizer_step(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
-        first = id(optimizer) in self._first_steps
-        self._first_steps.discard(id(optimizer))
-        if trainer.should_log and self._intervals.get(id(optimizer)) == "step":
-            self.log_dict(self._values(optimizer), on_step=True, on_epoch=False)
-        elif first:  # passed to the loggers now, since this step is no log boundary
-            trainer._run.emit(self._values(optimizer), True, trainer.global_step + 1)
+        for one in optimizers_in(optimizer):
+            first = id(one) in self._first_steps
+            self._first_steps.discard(id(one))
+            if trainer.should_log and self._intervals.get(id(one)) == "step":
+                self.log_dict(self._values(one), on_step=True, on_epoch=False)
+            elif first:  # passed to the loggers now, since this step is no log boundary
+                trainer._run.emit(self._values(one), True, trainer.global_step + 1)
 
     def _values(self, optimizer: Optimizer) -> dict[str, float]:
         values: dict[str, float] = {}

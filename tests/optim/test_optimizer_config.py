@@ -108,10 +108,12 @@ def test_forms(configure: Callable[[Any], Any], schedulers: list[tuple[str, int]
         (lambda a, b: ({"optimizer": a, "lr_scheduler": {"scheduler": step_lr(a), "name": "first"}}, {"optimizer": b}), [0]),
     ],
 )
+@pytest.mark.parametrize("automatic", [False, True])
 @pytest.mark.filterwarnings("ignore:no optimizer step was made")
-def test_forms_with_several_optimizers(returned: Callable[[Any, Any], Any], owners: list[int]) -> None:
+def test_forms_with_several_optimizers(returned: Callable[[Any, Any], Any], owners: list[int], automatic: bool) -> None:
     trainer = make_trainer()
-    trainer.fit(Returning(lambda m: returned(sgd(m.layer), Adam(m.other.parameters())), automatic=False), tiny_loader(8))
+    configure = lambda m: returned(SGD([m.layer.weight], 0.1), Adam([m.layer.bias, m.other.weight]))  # noqa: E731
+    trainer.fit(Returning(configure, automatic), tiny_loader(8))
     assert [type(optimizer) for optimizer in trainer.optimizers] == [SGD, Adam]
     assert [config.optimizer_index for config in trainer.lr_scheduler_configs] == owners
 
@@ -199,8 +201,12 @@ def made_elsewhere(module: Any) -> Any:
         (with_scheduler(lambda o, s: ([o], [s]), plateau), ["ReduceLROnPlateau needs the metric", "'monitor': 'val_loss'"]),
         (made_elsewhere, ["StepLR was created for an optimizer that configure_optimizers did not return"]),
         (
-            lambda m: [sgd(m.layer), sgd(m.other)],
-            ["returned 2 optimizers", "automatic_optimization = False", "parameter groups"],
+            lambda m: [sgd(m.other), Adam([m.layer.weight]), SGD([m.layer.bias, m.layer.weight], 0.1)],
+            ["'layer.weight' belongs to Adam (optimizer 1) and to SGD (optimizer 2)", "automatic_optimization = False"],
+        ),
+        (
+            lambda m: [sgd(m.layer), torch.optim.LBFGS(m.other.parameters())],
+            ["LBFGS computes the loss again in its step", "Return LBFGS alone", "automatic_optimization = False"],
         ),
         (lambda m: SGD(nn.Linear(3, 7).parameters(), 0.1), ["SGD has 2 parameters that are not the module's", "(7, 3)"]),
         (lambda m: SGD([*m.parameters(), torch.zeros(5, requires_grad=True)], 0.1), ["has 1 parameter that", "(5,)"]),

@@ -43,9 +43,10 @@ from trainkit.console import echo, notice, quantity, warn, with_article
 from trainkit.data.loader import PreparedLoader
 from trainkit.distributed.collective_checks import CollectiveChecks, describe
 from trainkit.distributed.world import World
-from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError
+from trainkit.errors import CollectiveError, ConfigurationError, ModuleError, ProcessFailedError, UnsupportedArgumentError
 from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import absent_attribute, refuse_unknown
+from trainkit.optim.joint_optimizer import JointOptimizer
 from trainkit.optim.parameter_names import KnownParameters
 from trainkit.optim.placeholders import replace_placeholders
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
@@ -738,7 +739,12 @@ class Accelerator:
                 self._loaders.padding.note_backward()
             if share != 1.0:
                 loss = loss * share
-            self.strategy.backward(loss, micro, **kwargs)
+            try:
+                self.strategy.backward(loss, micro, **kwargs)
+            except ModuleError:  # Parameters without a gradient; those of a whole optimizer need another advice.
+                if self._prepared.joint is not None:
+                    self._prepared.joint.begin()
+                raise
         self.step_pending = state.current.last
         if state.own_loop and self.step_pending:
             gradients.correct()
@@ -884,7 +890,7 @@ class Accelerator:
         if not self.accumulation.current.last:
             return
         chosen: list[Any] = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or self.optimizers)
-        optimizers: list[Optimizer] = [getattr(one, "optimizer", one) for one in chosen]
+        optimizers = self._prepared.stepping(chosen)
         if self.options.debug:
             self._compare("unscale_gradients", [p for one in optimizers for p in parameters_of(one)])
         self._gradients.unscale(optimizers)
@@ -933,7 +939,8 @@ class Accelerator:
             state.note_verb(self.step, inner, closure)
             return False
         self.step_pending = False
-        if id(inner) not in self._step_checks.checked:
+        unchecked = id(inner) not in self._step_checks.checked
+        if unchecked:
             self._step_checks.check_parameters(inner)
         if state.own_loop:
             state.note_verb(self.step, inner, closure)
@@ -952,6 +959,8 @@ class Accelerator:
             updated = False
             self.skip_requested = self.skip_requested and state.own_loop  # a Trainer requests it for each step
         else:
+            if unchecked and isinstance(inner, JointOptimizer):
+                inner.begin()
             self.updating = True  # stays so if an error leaves the parameters between two steps
             updated = self.strategy.optimizer_step(inner, closure)
             self.updating = False
@@ -981,17 +990,27 @@ class Accelerator:
         """
         self.skip_requested = True
 
-    def begin_fit(self, module: nn.Module, before_step: Callable[[Optimizer], None] | None) -> None:
+    def begin_fit(self, module: nn.Module, before_step: Callable[[Optimizer], None] | None) -> Optimizer | None:
         """Begin to train the module of a `Trainer`.
 
         Args:
             module: The module whose parameters the optimizers train.
             before_step: Under manual optimization: called before each step, which averages the gradients itself.
+
+        Returns:
+            What the loop steps under automatic optimization: the only optimizer, or all of them as one.
         """
         self._step_checks.train(module)
         if before_step is not None:
             self.before_step = before_step
             self._gradients.average_in_step()
+            return None
+        optimizers = self.optimizers
+        if len(optimizers) < 2:
+            return optimizers[0] if optimizers else None
+        self._prepared.joint = JointOptimizer(optimizers)
+        self.strategy.precision.several_optimizers = False  # One decision on an overflow, for all of them.
+        return self._prepared.joint
 
     def verbs_of_loop(self) -> tuple[Callable[..., None], Callable[..., bool]]:
         """`backward` and `step` for the loop of a `Trainer`, bound for the run."""

@@ -21,6 +21,7 @@ from trainkit.distributed.collective_checks import CollectiveChecks
 from trainkit.distributed.world import World
 from trainkit.errors import ConfigurationError, OptimizerError, UnsupportedArgumentError
 from trainkit.module.overridable_hooks import is_overridden
+from trainkit.optim.joint_optimizer import optimizers_in
 from trainkit.optim.parameter_names import foreign_parameters, parameter_names, shape_of
 from trainkit.optim.torch_step import StepGuard, step_of
 from trainkit.precision import Precision
@@ -650,7 +651,7 @@ class Gradients:
         if weights is not None and weights.weighed:
             factor = weights.factor
         if factor != 1.0:
-            trained = [p for optimizer in self._prepared.torch_optimizers for p in parameters_of(optimizer)]
+            trained = [p for optimizer in self._prepared.stepped for p in parameters_of(optimizer)]
             models, others = (self._prepared.models, trained) if state.window_models is None else (state.window_models, [])
             parameters = {id(p): p for p in [*(p for model in models for p in model.parameters()), *others]}
             self._strategy.scale_gradients(parameters.values(), factor)
@@ -695,7 +696,7 @@ class Gradients:
         if self._strategy.precision.scaler is None and not (self._state.current.uneven or self.averages_in_step):
             return []
         ids = {id(parameter) for parameter in parameters}
-        return [one for one in self._prepared.torch_optimizers if any(id(p) in ids for p in parameters_of(one))]
+        return [one for one in self._prepared.stepped if any(id(p) in ids for p in parameters_of(one))]
 
 
 class StepChecks:
@@ -776,6 +777,10 @@ class StepChecks:
     def check_parameters(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that trains parameters of a layer that has been replaced."""
         self.checked.add(id(optimizer))
+        for one in optimizers_in(optimizer):
+            self._check_parameters(one)
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
         self._prepared.known.note_trained(optimizer)
         foreign = foreign_parameters(optimizer, self.models)
         if foreign:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import update_wrapper
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from trainkit.errors import ConfigurationError
 from trainkit.module.activation_checkpointing import CheckpointedModules, checkpoint_activations
 from trainkit.module.blocks import find_repeated_blocks, select_modules
 from trainkit.nested import map_tensors
+from trainkit.optim.joint_optimizer import JointOptimizer
 from trainkit.optim.parameter_names import KnownParameters
 from trainkit.optim.prepared import PreparedOptimizer, PreparedScheduler
 from trainkit.precision import Precision
@@ -130,6 +131,7 @@ class PreparedObjects:
     Attributes:
         models: The user's own, without wrappers.
         known: The parameters that the optimizers had when training began.
+        joint: The optimizers as one that steps them together, in a `Trainer` under automatic optimization.
     """
 
     models: list[nn.Module] = field(default_factory=list)
@@ -137,14 +139,25 @@ class PreparedObjects:
     schedulers: list[PreparedScheduler] = field(default_factory=list)
     loaders: list[PreparedLoader] = field(default_factory=list)
     known: KnownParameters = field(default_factory=KnownParameters)
+    joint: JointOptimizer | None = None
 
     @property
     def torch_optimizers(self) -> list[Optimizer]:
         """The optimizers, as torch's objects."""
         return [prepared.optimizer for prepared in self.optimizers]
 
+    @property
+    def stepped(self) -> list[Optimizer]:
+        """What makes a step by itself: each of torch's objects, or all of them as one."""
+        return self.torch_optimizers if self.joint is None else [self.joint]
+
+    def stepping(self, optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+        """What steps when these optimizers, prepared or torch's own, step."""
+        return [getattr(one, "optimizer", one) for one in optimizers] if self.joint is None else [self.joint]
+
     def clear(self) -> None:
         """Release all of them."""
+        self.joint = None
         for objects in (self.models, self.optimizers, self.schedulers, self.loaders):
             objects.clear()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
@@ -14,10 +15,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from trainkit.checks import whole_number
 from trainkit.console import quantity, with_article
 from trainkit.errors import OptimizerError, nearest
-from trainkit.optim.parameter_names import foreign_parameters
+from trainkit.optim.parameter_names import foreign_parameters, parameter_names
 from trainkit.optim.schedules import make_schedule
 
-__all__ = ["SchedulerConfig", "read_optimizers"]
+__all__ = ["SchedulerConfig", "needs_closure", "read_optimizers"]
 
 _FORMS = (
     "an optimizer; a list of optimizers; ([optimizers], [schedulers]); {'optimizer': ..., 'lr_scheduler': scheduler or "
@@ -58,15 +59,15 @@ def read_optimizers(returned: Any, module: nn.Module, automatic: bool) -> tuple[
     """The optimizers and schedulers in what `configure_optimizers` returned. Those that are given by name are created.
 
     Raises:
-        OptimizerError: Another form than the documented ones, an optimizer without the module's parameters, several
-            optimizers under automatic optimization, a scheduler of another optimizer, a plateau scheduler without a
-            monitor under automatic optimization.
+        OptimizerError: Another form than the documented ones, an optimizer without the module's parameters, a scheduler of
+            another optimizer; under automatic optimization several optimizers that cannot step together, and a plateau
+            scheduler without a monitor.
     """
     optimizers, schedulers = _forms(returned)
     for optimizer in optimizers:
         _check_parameters(optimizer, module)
-    if automatic:
-        _check_automatic(optimizers)
+    if automatic and len(optimizers) > 1:
+        _check_joint(optimizers, module)
     schedulers = [s.create(module) if isinstance(s, _NamedSchedule) else s for s in schedulers]
     configs = [_scheduler_config(scheduler, optimizers, automatic) for scheduler in schedulers]
     return optimizers, configs
@@ -179,13 +180,39 @@ def _check_parameters(optimizer: Optimizer, module: nn.Module) -> None:
         )
 
 
-def _check_automatic(optimizers: list[Optimizer]) -> None:
-    if len(optimizers) > 1:
-        raise OptimizerError(
-            f"configure_optimizers returned {len(optimizers)} optimizers, which need manual optimization. Set "
-            "self.automatic_optimization = False in __init__ and call self.manual_backward(loss) and opt.step() in "
-            "training_step; or put all parameters into one optimizer with several parameter groups."
-        )
+_IN_TURNS = (
+    "to step them in turns, set self.automatic_optimization = False in __init__ and call self.manual_backward(loss) and "
+    "opt.step() in training_step"
+)
+
+
+def _check_joint(optimizers: list[Optimizer], module: nn.Module) -> None:
+    """Refuse optimizers that cannot step together after one backward pass."""
+    for optimizer in optimizers:
+        if needs_closure(optimizer):
+            raise OptimizerError(
+                f"{type(optimizer).__name__} computes the loss again in its step, so it cannot step together with other "
+                f"optimizers, and configure_optimizers returned {len(optimizers)}. Return {type(optimizer).__name__} alone; or "
+                f"{_IN_TURNS}."
+            )
+    owners: dict[int, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            other = owners.setdefault(id(parameter), number)
+            if other != number:
+                name = parameter_names([module])[id(parameter)]
+                first, second = (f"{type(optimizers[n]).__name__} (optimizer {n})" for n in (other, number))
+                raise OptimizerError(
+                    f"the parameter {name!r} belongs to {first} and to {second}, which would both change it in each step. "
+                    "Expected optimizers without a parameter in common: after each backward pass all of them step. Remove it "
+                    f"from one of them; or {_IN_TURNS}."
+                )
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` of the optimizer cannot be called without a closure, like that of LBFGS."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _scheduler_config(scheduler: Any, optimizers: list[Optimizer], automatic: bool) -> SchedulerConfig:

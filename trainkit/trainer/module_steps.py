@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from trainkit.metrics.store import MetricResults, MetricStore
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
 from trainkit.nested import map_tensors
+from trainkit.optim.optimizer_config import needs_closure
 from trainkit.optim.prepared import PreparedOptimizer
 from trainkit.rng import seed_generators
 
@@ -230,7 +230,7 @@ class ModuleStep:
 
     Args:
         run: the run.
-        optimizer: the only one.
+        optimizer: the only one, or all as one.
         training_step: called with (batch, batch_idx).
         pad: called for a micro-batch without data on this rank.
     """
@@ -241,7 +241,7 @@ class ModuleStep:
         self._training_step = training_step
         self._pad = pad
         self._closure_optimizer = _ClosureOptimizer(optimizer, run.accelerator, self._step)
-        self._repeats = _needs_closure(optimizer)
+        self._repeats = needs_closure(optimizer)
         self._why_once = _why_once(run)
         if self._repeats and self._why_once:
             raise OptimizerError(
@@ -255,7 +255,7 @@ class ModuleStep:
     @staticmethod
     def is_needed(run: Run, optimizer: Optimizer) -> bool:
         """Whether the loop cannot simply call the optimizer's `step`."""
-        return is_overridden(run.module, "optimizer_step", TrainModule) or _needs_closure(optimizer)
+        return is_overridden(run.module, "optimizer_step", TrainModule) or needs_closure(optimizer)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """The training step of the loop: it records the micro-batch."""
@@ -418,12 +418,6 @@ class _ClosureOptimizer(PreparedOptimizer):
 
 
 _FIX = "Use strategy='ddp' or 'auto', with precision='32-true' or 'bf16-mixed'"
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` of the optimizer cannot be called without a closure, like that of LBFGS."""
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _why_once(run: Run) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 from trainkit.console import notice, warn
@@ -17,6 +18,7 @@ from trainkit.data.combined import CombinedLoader, restartable
 from trainkit.module.monitors import of_validation, why_no_validation
 from trainkit.module.overridable_hooks import is_overridden
 from trainkit.module.train_module import TrainModule
+from trainkit.optim.joint_optimizer import JointOptimizer
 
 if TYPE_CHECKING:
     from trainkit.trainer.run import Run
@@ -99,12 +101,17 @@ def warn_of_modes(run: Run) -> None:
             warn(f"{owner}(monitor={monitor!r}) has mode='min': the lowest value is the best. If the highest is: mode='max'")
 
 
-def announce_fit(run: Run) -> None:
-    """Say where and for how long a fit runs, and warn of settings that the user cannot mean."""
+def announce_fit(run: Run, optimizer: Optimizer | None) -> None:
+    """Say where and for how long a fit runs and which optimizers step together, and warn of what the user cannot mean."""
     arguments, strategy = run.arguments, run.strategy
     if arguments.ends_by_default:
         notice(f"neither max_epochs nor max_steps nor max_time was given: training for up to {arguments.max_epochs} epochs.")
     notice(f"fit on {strategy.where}, {strategy.precision.name}, seed {run.seed}.")
+    if isinstance(optimizer, JointOptimizer):
+        notice(
+            f"{optimizer.names} step together after each backward pass. To step them in turns, as a GAN does, set "
+            "self.automatic_optimization = False in the module."
+        )
     warn_rare_logs(run)
     warn_of_modes(run)
 

@@ -73,7 +73,7 @@ class Training:
         automatic: the loop runs backward and optimizer step.
         distributed: other ranks have their own data.
         without_optimizer: there is no optimizer: windows are counted, nothing is trained.
-        optimizer: the only one, under automatic optimization.
+        optimizer: the only one, or all as one, under automatic optimization.
         backward: of a loss.
         step: of the optimizer.
         module_step: the step through the module's `optimizer_step`; `None`: the loop calls `step`.
@@ -302,8 +302,7 @@ def prepare_training(run: Run, loader: PreparedLoader, safe_points: SafePoints) 
         engine.begin_fit(module, partial(_before_manual_step, run))
     else:
         notice_accumulated_steps(run)
-        engine.begin_fit(module, before_step=None)
-        optimizer = run.optimizers[0].optimizer if run.optimizers else None
+        optimizer = engine.begin_fit(module, before_step=None)
         if optimizer is not None:
             zero_grad = _zero_grad(run, optimizer)
     backward, update = engine.verbs_of_loop()

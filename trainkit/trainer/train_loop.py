@@ -26,6 +26,7 @@ from trainkit.errors import LossError, MissingMetricError
 from trainkit.metrics.metric_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.module.monitors import not_logged, validation_hint
+from trainkit.optim.joint_optimizer import JointOptimizer
 from trainkit.state.callback_state import logger_states
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.module_steps import check_loss, detach_loss, loss_in, without_data
@@ -72,6 +73,8 @@ class OpenWindow:
 def begin_training(run: Run, training: Training) -> None:
     """What comes before the first epoch of a fit."""
     run.metrics.scope = Scope.TRAIN_EPOCH
+    if isinstance(training.optimizer, JointOptimizer):
+        training.optimizer.begun = run.progress.global_step > 0
     run.hooks.run("on_train_start")
     training.safe_points.agree_now()  # One rank may have requested a stop in an earlier hook.
     interval = run.arguments.val_check_interval

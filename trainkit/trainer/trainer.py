@@ -223,7 +223,7 @@ class Trainer:
             start_loggers(run)
             saves.begin()
             run.start_record = StartRecord(run, ckpt_path, began)
-            announce_fit(run)
+            announce_fit(run, training.optimizer)
             run.hooks.run("on_fit_start")
             if not resumed:
                 check_sanity(run)

@@ -1,0 +1,140 @@
+"""Several optimizers in one step on several processes: the same training as on one, a skipped step on all, and resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.parity import Case, RegressionModule, trained
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
+
+from trainkit import Precision
+from trainkit.callbacks import NonFiniteGuard
+from trainkit.errors import OptimizerError
+from trainkit.strategies import DDPStrategy
+
+
+class Joint(RegressionModule):
+    """SGD for the matrices and AdamW for the rest, each with a schedule."""
+
+    def matrices(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    def configure_optimizers(self) -> Any:
+        parameters = [*self.parameters()]
+        first = self.matrices([p for p in parameters if p.ndim == 2])
+        second = torch.optim.AdamW([p for p in parameters if p.ndim != 2], lr=0.01)
+        schedule = {"scheduler": CosineAnnealingLR(first, self.trainer.estimated_stepping_batches), "interval": "step"}
+        return [{"optimizer": first, "lr_scheduler": schedule}, {"optimizer": second, "lr_scheduler": {"scheduler": "linear"}}]
+
+
+class WithMuon(Joint):
+    def matrices(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.Muon(parameters, lr=0.01)
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor], limit: float) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        assert float((mine - theirs).norm() / theirs.norm()) < limit
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_as_on_one_process(clip: float | None) -> None:
+    """The last window is short, and some ranks have nothing in it."""
+    case = Case(samples=75, make=Joint, arguments={"gradient_clip_val": clip})
+    one, two = (trained(case, size) for size in (1, 2))
+    assert two.losses == pytest.approx(one.losses, rel=1e-11)
+    assert two.rates == one.rates
+    assert_close(two.parameters[-1], one.parameters[-1], 1e-11)
+
+
+def test_muon_as_on_one_process() -> None:
+    case = Case(samples=96, make=WithMuon, arguments={"precision": "32-true", "max_epochs": 3})
+    one, two = (trained(case, size) for size in (1, 2))
+    assert len(one.rates) == 12
+    assert_close(two.parameters[-1], one.parameters[-1], 5e-6)
+
+
+class Torn(TinyModule):
+    """In step 1 the gradient of one optimizer overflows, on rank 1 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            loss = loss + (self.layer.bias - self.layer.bias.detach()).sum() * 1e38 * 1e38
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.SGD([self.layer.weight], lr=0.1, momentum=0.9)
+        second = torch.optim.Adam([self.layer.bias], lr=0.1)
+        return [first, second], [{"scheduler": CosineAnnealingLR(first, 9), "interval": "step"}]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
+def test_a_step_that_is_skipped_by_all(precision: str) -> None:
+    chosen = Precision(precision, init_scale=64.0) if precision == "16-mixed" else precision
+    guard = NonFiniteGuard("skip", check=("loss", "grad"))
+    module, strategy = Torn(), DDPStrategy(precision=chosen)
+    trainer = make_trainer(guard, strategy=strategy, gradient_clip_val=1.0)
+    trainer.fit(module, tiny_loader(32))
+    assert trainer.global_step == 3
+    (state,) = trainer.optimizers[1].state.values()
+    assert int(state["step"]) == 3
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    assert bool(torch.isfinite(module.layer.weight).all())
+    ends = strategy.world.exchange(module.layer.weight.tolist())
+    assert ends[0] == ends[1]
+
+
+class Unused(Torn):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
+def test_an_optimizer_without_any_gradient(strategy: str) -> None:
+    with pytest.raises(OptimizerError, match=r"^Adam, optimizer 1 of 2 .* no gradient .*automatic_optimization = False"):
+        make_trainer(strategy=strategy).fit(Unused(), tiny_loader(32))
+
+
+def folders(base: Path, *names: str) -> list[Path]:
+    made = [base / name for name in names]
+    for folder in made:
+        folder.mkdir()
+    return made
+
+
+def test_exact_resume(run_dir: Path) -> None:
+    """Killed in the middle twice, bit for bit."""
+    whole, broken = folders(run_dir, "whole", "broken")
+    case = Case(samples=75, make=WithMuon, arguments={"precision": "32-true", "gradient_clip_val": 0.5})
+    expected = undisturbed(case, whole, 2)
+    killed(case, broken, 2, 0, (1, 2))
+    killed(case, broken, 2, 1, (0, 5))
+    assert resumed(case, broken, 2, 2) == expected
+    assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
+
+
+def test_resumed_on_one_process(run_dir: Path) -> None:
+    whole, broken = folders(run_dir, "whole", "broken")
+    case = Case(samples=75, make=Joint)
+    undisturbed(case, whole, 2)
+    killed(case, broken, 2, 0, (1, 2))
+    resumed(case, broken, 1, 1)
+    assert_close(parameters(broken), parameters(whole), 1e-11)
