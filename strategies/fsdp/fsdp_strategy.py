@@ -184,6 +184,7 @@ class FSDPStrategy(ProcessStrategy):
         self._sharded.reshard()
         sharded_models.use_sharded_parameters(optimizer, self._sharded)
         sharded_models.check_optimizer(optimizer, self.precision.scaler is not None)
+        self._sharded.prepare_steps(optimizer)
         self._optimizers.add(id(optimizer))
         return super().prepare_optimizer(optimizer, module)
 

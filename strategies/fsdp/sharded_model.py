@@ -449,6 +449,14 @@ class Root(nn.Module):
 # ----------------------------------------------------------------------------------------------------- parts of tensors
 
 
+def _senders(places: list[Range], owner: int) -> list[int]:
+    first: dict[Range, int] = {}
+    for rank in (owner, *range(len(places))):
+        if not _is_empty(places[rank]):
+            first.setdefault(places[rank], rank)
+    return sorted(first.values())
+
+
 def _is_empty(place: Range) -> bool:
     return any(start == end for start, end in place)
 
@@ -472,6 +480,14 @@ class Shards:
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._places
 
+    def places(self, parameter: Tensor) -> list[Range]:
+        """Where the part of each rank lies in the whole parameter."""
+        return self._places[id(parameter)]
+
+    def senders(self, parameter: Tensor, owner: int) -> list[int]:
+        """The ranks whose parts make up the whole parameter: of equal parts one, the owner's if it has it."""
+        return _senders(self._places[id(parameter)], owner)
+
     def make_sharded_tensor(self, tensor: DTensor, parameter: Tensor) -> ShardedTensor:
         """A parameter, or optimizer state that is sharded like it, in the form in which checkpoints save it."""
         return ShardedTensor(tensor.shape, tensor.dtype, partial(self._collect, tensor, parameter))
@@ -483,7 +499,7 @@ class Shards:
             return self.whole(tensor, parameter)
         rank, part = self._world.rank, tensor.to_local().detach()
         places = self._places[id(parameter)]
-        senders = _senders(places, owner)
+        senders = self.senders(parameter, owner)
         # The mesh's device is the one that communicates: an offloaded part is on the host.
         device = torch.device(tensor.device_mesh.device_type)
         if rank != owner:
@@ -521,15 +537,6 @@ class Shards:
         place = self._places[id(parameter)][self._world.rank]
         if not _is_empty(place):
             tensor.to_local().copy_(part_at(whole, place))
-
-
-def _senders(places: list[Range], owner: int) -> list[int]:
-    """The ranks whose parts make up the whole tensor: of equal parts one, the owner's if it has it."""
-    first: dict[Range, int] = {}
-    for rank in (owner, *range(len(places))):
-        if not _is_empty(places[rank]):
-            first.setdefault(places[rank], rank)
-    return sorted(first.values())
 
 
 # ------------------------------------------------------------------------------------- what torch has no public way for

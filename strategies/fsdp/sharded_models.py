@@ -27,6 +27,7 @@ from trainkit.module.blocks import Choice
 from trainkit.optim.optimizer_copy import StoredOptimizer, placeholder_parameter, quantizes
 from trainkit.precision import Precision, is_short
 from trainkit.strategies._collectives import broadcast
+from trainkit.strategies.fsdp.gathered_steps import GatheredSteps, find_gathered
 from trainkit.strategies.fsdp.sharded_model import ShardedModel
 from trainkit.strategies.fsdp.tensor_parallel import Replaced, ReplicatedGradients, parallelize
 from trainkit.strategies.fsdp.units import (
@@ -78,7 +79,7 @@ class ShardedModels:
         self._meshes = meshes
         self._models: list[ShardedModel] = []
         self._modules: list[nn.Module] = []
-        self._undo = ExitStack()  # Undoes tensor parallelism.
+        self._undo = ExitStack()  # Undoes tensor parallelism, and removes the hooks of optimizers.
         check = ReplicatedGradients(self._models, meshes.whole, device).check if options.tensor_parallel > 1 else None
         self.window = GradientWindow(self._models, world, options.accumulate == "reshard", average, check)
         self.replaced: list[Replaced] = []
@@ -171,6 +172,18 @@ class ShardedModels:
     def _check_gradients(self, optimizer: Optimizer) -> None:
         for model in self._models:
             model.check_gradients(optimizer)
+
+    def prepare_steps(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that needs whole parameters, such as Muon, step them whole, one on each rank at a time.
+
+        Raises:
+            OptimizerError: It cannot step them so.
+        """
+        gathered = find_gathered(optimizer)
+        if gathered:
+            owners = _owners(self)
+            steps = GatheredSteps(optimizer, gathered, self._world, lambda parameter: owners[id(parameter)].shards)
+            self._undo.callback(steps.remove)
 
     def note_weights_changed(self) -> None:
         """After an optimizer step, and wherever else weights change. Collective."""

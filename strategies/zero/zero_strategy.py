@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from trainkit.checks import accepts, arguments_of, describe_arguments
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.errors import ConfigurationError, OptimizerError, UnsupportedArgumentError
 from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, broadcast, check_modules_match
@@ -214,8 +214,16 @@ class ZeROStrategy(ProcessStrategy):
         """Shard the optimizer's parameters and state. Existing optimizer state is kept.
 
         Raises:
-            OptimizerError: ZeRO does not support this optimizer, or it shares layers with another optimizer.
+            OptimizerError: ZeRO does not support this optimizer, it shares layers with another optimizer, or several are to
+                step together.
         """
+        if self._step_module is not None and self._engines:
+            raise OptimizerError(
+                "ZeRO cannot step several optimizers together: DeepSpeed's engine has one optimizer. Expected one from "
+                "configure_optimizers. Put all parameters into one optimizer with several groups, "
+                "torch.optim.AdamW([{'params': ..., 'lr': 1e-3}, {'params': ...}]); or use strategy='fsdp', which shards too; "
+                "or step them in turns: self.automatic_optimization = False"
+            )
         self.run_settings.check_optimizer(optimizer)
         if self.config.offload_optimizer is not None:
             warn_slow_on_cpu(optimizer, self.device)

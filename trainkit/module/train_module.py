@@ -43,7 +43,7 @@ class TrainModule(HyperparametersMixin, ModuleHooks, nn.Module):
 
     Attributes:
         automatic_optimization: Set it to `False` in `__init__` for manual optimization: `training_step` then calls
-            `self.manual_backward(loss)` and `self.optimizers().step()`. Required for several optimizers.
+            `self.manual_backward(loss)` and `self.optimizers().step()`. Required for several optimizers that step in turns.
         example_input_array: An input of `forward`, for `ModelSummary` and `to_onnx`.
         CHECKPOINT_HYPER_PARAMS_KEY: Where `on_save_checkpoint` finds the hyperparameters in the checkpoint.
         strict_loading: `False`: a checkpoint is loaded as with `strict=False` of `Trainer.fit` and the other methods.

@@ -20,7 +20,16 @@ from trainkit.errors import StateMismatchError
 from trainkit.optim.parameter_names import ParameterNames
 from trainkit.registry import strategy_infos
 
-__all__ = ["StoredOptimizer", "bare_copy", "count_slots", "empty_copy", "placeholder_parameter", "quantizes", "state_bytes"]
+__all__ = [
+    "StoredOptimizer",
+    "bare_copy",
+    "count_slots",
+    "empty_copy",
+    "placeholder_parameter",
+    "quantizes",
+    "state_bytes",
+    "trial_copy",
+]
 
 
 def placeholder_parameter(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
@@ -113,6 +122,16 @@ def bare_copy(optimizer: Optimizer) -> Optimizer:
     return copy
 
 
+def trial_copy(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Parameter]) -> Optimizer:
+    """A copy of the optimizer, without state and hooks, that steps these parameters with the options of a group."""
+    copy = bare_copy(optimizer)
+    copy.param_groups = [{**group, "params": parameters}]
+    if isinstance(copy, torch.optim.Adagrad):  # It creates its state in the constructor.
+        for parameter in parameters:
+            copy.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.ones_like(parameter)}
+    return copy
+
+
 def count_slots(optimizer: Optimizer) -> int:
     """Number of tensors of a parameter's size in the state of each parameter, for flat float32 parameters."""
     device = optimizer.param_groups[0]["params"][0].device
@@ -191,14 +210,11 @@ def _trial(
     optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str
 ) -> list[Tensor]:
     """The state of a parameter with this shape after a step."""
-    trial = bare_copy(optimizer)
     parameter = nn.Parameter(torch.ones(shape, dtype=dtype, device=device))
     parameter.grad = torch.ones_like(parameter)
-    trial.param_groups = [{**group, "params": [parameter]}]
     eager = nullcontext() if _block_size(optimizer) is None else torch.compiler.set_stance("force_eager")  # torchao compiles
     with torch.random.fork_rng(devices=[]), torch.device(device), eager:  # regardless of the default device
-        if isinstance(trial, torch.optim.Adagrad):  # creates its state in the constructor
-            trial.state[parameter] = {"step": torch.tensor(0.0), "sum": torch.ones_like(parameter)}
+        trial = trial_copy(optimizer, group, [parameter])
         trial.step()
     return [value for value in trial.state[parameter].values() if isinstance(value, Tensor)]
 

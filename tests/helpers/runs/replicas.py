@@ -139,7 +139,7 @@ def over_strategy(
     """Train like the `Trainer`: the strategy calls `training_step`."""
     rank, size = strategy.data_world.rank, strategy.data_world.size
     step = strategy.step_function(strategy.prepare_module(module), module, "training_step", compiler)
-    optimizer = make(module)
+    optimizer = strategy.prepare_optimizer(make(module), module)
     for number, items in enumerate(plan):
         before(module, number)
         optimizer.zero_grad()

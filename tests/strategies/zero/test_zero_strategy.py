@@ -201,6 +201,15 @@ def test_an_unsupported_optimizer_in_a_run() -> None:
         trained_here(module, "zero2")
 
 
+def test_several_optimizers_in_one_step() -> None:
+    module = RegressionModule()
+    first, *rest = module.parameters()
+    optimizers = [torch.optim.SGD([first], lr=0.1), torch.optim.AdamW(rest)]
+    module.configure_optimizers = lambda: optimizers  # type: ignore[method-assign]
+    with pytest.raises(OptimizerError, match=r"cannot step several optimizers together.*automatic_optimization = False"):
+        trained_here(module, "zero2")
+
+
 ELEMENTWISE = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 
 
