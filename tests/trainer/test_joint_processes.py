@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.elastic import killed, parameters, resumed, undisturbed
-from helpers.runs.parity import Case, RegressionModule, trained
+from helpers.runs.parity import Case, Noisy, RegressionModule, trained
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader
 
-from trainkit import Precision
+from trainkit import Callback, Precision
 from trainkit.callbacks import NonFiniteGuard
 from trainkit.errors import OptimizerError
 from trainkit.strategies import DDPStrategy
@@ -111,6 +112,76 @@ class Unused(Torn):
 def test_an_optimizer_without_any_gradient(strategy: str) -> None:
     with pytest.raises(OptimizerError, match=r"^Adam, optimizer 1 of 2 .* no gradient .*automatic_optimization = False"):
         make_trainer(strategy=strategy).fit(Unused(), tiny_loader(32))
+
+
+class Rows(TinyModule):
+    """`SparseAdam` for an embedding with sparse gradients, and AdamW for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(6, 4, sparse=True)
+        self.layer = nn.Linear(4, 1)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        rows = (batch[0][:, 0].abs() * 3).long().clamp(max=5)
+        return nn.functional.mse_loss(self.layer(self.embedding(rows)), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SparseAdam(self.embedding.parameters(), lr=0.1), torch.optim.AdamW(self.layer.parameters(), lr=0.1)
+
+
+@pytest.mark.world_size(2)
+def test_sparse_gradients() -> None:
+    """The gradient norm is over the sparse gradients and the others. In float64 as on one process."""
+    module, expected = Rows().double(), Rows().double()
+    trainer = make_trainer(strategy="ddp", gradient_clip_val=0.5, precision="64-true", max_epochs=2)
+    trainer.fit(module, tiny_loader(32))
+    optimizers = expected.configure_optimizers()
+    inputs, targets = tiny_loader(32).dataset.tensors  # type: ignore[attr-defined]
+    for start in [*range(0, 32, 8)] * 2:
+        expected.zero_grad()
+        expected.loss([inputs[start : start + 8].double(), targets[start : start + 8].double()]).backward()
+        sparse = expected.embedding.weight.grad
+        assert sparse is not None
+        dense = [sparse.coalesce().values(), *(p.grad for p in expected.layer.parameters())]
+        factor = (0.5 / (nn.utils.get_total_norm(dense) + 1e-6)).clamp(max=1.0)  # type: ignore[arg-type]
+        for parameter in expected.parameters():
+            parameter.grad = parameter.grad * factor  # type: ignore[operator]
+        for optimizer in optimizers:
+            optimizer.step()
+    assert trainer.global_step == 8
+    assert_close([*module.parameters()], [*expected.parameters()], 1e-11)
+
+
+class Saver(Callback):
+    """Saves after three steps, and keeps the whole parameters at the end."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint("after-3")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.gathered_parameters(module):
+            self.parameters = [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("before, after", [("ddp", "fsdp"), ("fsdp", "ddp")])
+def test_a_checkpoint_moves(before: str, after: str) -> None:
+    """With the state of both optimizers: the same training as without a move."""
+
+    def fit(strategy: str, path: str | None = None) -> list[Tensor]:
+        saver = Saver()
+        trainer = make_trainer(saver, strategy=strategy, max_steps=7, max_epochs=-1, precision="64-true")
+        trainer.fit(WithMuon(), DataLoader(Noisy(24), 2, shuffle=True), ckpt_path=path)
+        return saver.parameters
+
+    whole = fit(before)
+    assert_close(fit(after, "after-3"), whole, 1e-9)
 
 
 def folders(base: Path, *names: str) -> list[Path]:
