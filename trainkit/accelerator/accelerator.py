@@ -43,7 +43,7 @@ from trainkit.console import echo, notice, quantity, warn, with_article
 from trainkit.data.loader import PreparedLoader
 from trainkit.distributed.collective_checks import CollectiveChecks, describe
 from trainkit.distributed.world import World
-from trainkit.errors import CollectiveError, ConfigurationError, ModuleError, ProcessFailedError, UnsupportedArgumentError
+from trainkit.errors import CollectiveError, ConfigurationError, ProcessFailedError, UnsupportedArgumentError
 from trainkit.loggers.trackers import ByTracker, Trackers
 from trainkit.names import absent_attribute, refuse_unknown
 from trainkit.optim.joint_optimizer import JointOptimizer
@@ -739,12 +739,7 @@ class Accelerator:
                 self._loaders.padding.note_backward()
             if share != 1.0:
                 loss = loss * share
-            try:
-                self.strategy.backward(loss, micro, **kwargs)
-            except ModuleError:  # Parameters without a gradient; those of a whole optimizer need another advice.
-                if self._prepared.joint is not None:
-                    self._prepared.joint.begin()
-                raise
+            self.strategy.backward(loss, micro, **kwargs)
         self.step_pending = state.current.last
         if state.own_loop and self.step_pending:
             gradients.correct()

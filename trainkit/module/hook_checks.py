@@ -199,5 +199,5 @@ def _not_callable(owner: object, name: str, arguments: tuple[str, ...]) -> HookE
     return HookError(
         f"{type(owner).__name__}.{name} cannot be called. Expected: "
         f"def {name}({', '.join(arguments if assigned else ('self', *arguments))}); received: def {name}{received}"
-        + ("; to step several optimizers in turns use manual optimization: self.automatic_optimization = False" if old_style else "")
+        + ("; for optimizers in turns use manual optimization: self.automatic_optimization = False" if old_style else "")
     )

@@ -31,8 +31,6 @@ __all__ = [
     "notice_iterator",
     "notice_overfitting",
     "warn_eval_mode",
-    "warn_of_modes",
-    "warn_rare_logs",
     "warn_shared_names",
     "warn_shuffled",
 ]
@@ -85,7 +83,7 @@ def warn_shared_names(run: Run, trained: Collection[str]) -> None:
             )
 
 
-def warn_of_modes(run: Run) -> None:
+def _warn_of_modes(run: Run) -> None:
     """Warn if a callback or scheduler takes the lowest accuracy for the best, because "min" is the default of `mode`.
 
     And if `restore_best` takes the highest error for the best, because its name does not end in "loss".
@@ -112,11 +110,11 @@ def announce_fit(run: Run, optimizer: Optimizer | None) -> None:
             f"{optimizer.names} step together after each backward pass. To step them in turns, as a GAN does, set "
             "self.automatic_optimization = False in the module."
         )
-    warn_rare_logs(run)
-    warn_of_modes(run)
+    _warn_rare_logs(run)
+    _warn_of_modes(run)
 
 
-def warn_rare_logs(run: Run) -> None:
+def _warn_rare_logs(run: Run) -> None:
     """Print a notice if an epoch has fewer optimizer steps than `log_every_n_steps`."""
     every, steps = run.arguments.log_every_n_steps, run.max_batches / run.accumulation
     if run.loggers and every is not None and steps < every:

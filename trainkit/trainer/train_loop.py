@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainkit.console import warn
 from trainkit.data.micro_batches import MicroBatch, MicroBatchKind
-from trainkit.errors import LossError, MissingMetricError
+from trainkit.errors import LossError, MissingMetricError, ModuleError
 from trainkit.metrics.metric_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.module.monitors import not_logged, validation_hint
@@ -213,7 +213,12 @@ def run_backward(run: Run, training: Training, loss: Tensor) -> None:
         check_loss(loss)
     for hook in hooks.on_before_backward:
         hook(loss)
-    training.backward(loss)
+    try:
+        training.backward(loss)
+    except ModuleError:  # Parameters without a gradient. If they are all those of an optimizer, that needs another advice.
+        if isinstance(training.optimizer, JointOptimizer):
+            training.optimizer.begin()
+        raise
     for hook in hooks.on_after_backward:
         hook()
 
