@@ -13,8 +13,9 @@ from torch.optim import Optimizer
 from transformers.trainer_pt_utils import get_parameter_names
 
 from trainkit.errors import MissingPackageError, OptimizerError, UnknownNameError, nearest
+from trainkit.integrations.transformers.model_columns import base_model
 
-__all__ = ["OPTIMIZERS", "UNSUPPORTED", "decay_groups", "make_optimizer", "read_optim_args"]
+__all__ = ["OPTIMIZERS", "UNSUPPORTED", "decay_groups", "make_optimizer", "read_optim_args", "split_matrices"]
 
 # The Trainer's own patterns (`get_decay_parameter_names`): no decay for biases and for layers of normalization.
 _NO_DECAY = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -61,6 +62,8 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
     "lion": _of_bitsandbytes("Lion", ("betas",), 32, is_paged=False),
     "lion_32bit": _of_bitsandbytes("Lion", ("betas",), 32, is_paged=False),
     "lion_8bit": _of_bitsandbytes("Lion", ("betas",), 8, is_paged=False),
+    # This adjustment gives its steps the size of AdamW's, so that both have the same learning rate.
+    "muon": NamedOptimizer("torch.optim.Muon", fixed={"adjust_lr_fn": "match_rms_adamw"}),
     "paged_adamw_32bit": _of_bitsandbytes("AdamW", _ADAM, 32, is_paged=True),
     "paged_adamw_8bit": _of_bitsandbytes("AdamW", _ADAM, 8, is_paged=True),
     "paged_ademamix_32bit": _of_bitsandbytes("AdEMAMix", ("eps",), 32, is_paged=True, **_MIX),
@@ -73,7 +76,7 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
     "rmsprop_bnb_8bit": _of_bitsandbytes("RMSprop", (), 8),
     "sgd": NamedOptimizer("torch.optim.SGD"),
 }
-"""Name → optimizer. Those of transformers' `OptimizerNames`, and `lion`, short for `lion_32bit`."""
+"""Name → optimizer. Those of transformers' `OptimizerNames`, `lion`, short for `lion_32bit`, and `muon`."""
 
 _OWN = "Override configure_optimizers to use it."
 _LAYERS = "it projects the gradients of layers that its own argument chooses"
@@ -117,6 +120,43 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [parameter for decays, parameter in trained if not decays], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def split_matrices(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Split parameter groups into those of the hidden matrices, which Muon is for, and those of all other parameters.
+
+    Hidden matrices have two dimensions, and are neither embeddings nor in the head. Source: Jordan et al., Muon: An optimizer
+    for hidden layers in neural networks, 2024; with AdamW's learning rate: Liu et al., Muon is Scalable for LLM Training, 2025.
+
+    Args:
+        model: A model of transformers or PEFT.
+        groups: Of its parameters.
+
+    Returns:
+        The groups of the matrices, and the others.
+
+    Raises:
+        OptimizerError: There is no trainable hidden matrix.
+    """
+    hidden = _hidden_matrices(base_model(model))
+    both = []
+    for inside in (True, False):
+        chosen = [{**group, "params": [p for p in group["params"] if (id(p) in hidden) is inside]} for group in groups]
+        both.append([group for group in chosen if group["params"]])
+    if not both[0]:
+        raise OptimizerError(
+            "optim='muon' needs trainable matrices in hidden layers, and the model has none. Use 'adamw_torch'."
+        )
+    return both[0], both[1]
+
+
+def _hidden_matrices(model: Any) -> set[int]:
+    """Their identities. The head lies outside of `base_model`, or is what `get_output_embeddings` returns."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    outer: list[Any] = [part for part in model.modules() if isinstance(part, nn.Embedding) or part is head]
+    excluded = {id(p) for part in outer for p in part.parameters()}
+    body = getattr(model, "base_model", model)
+    return {id(p) for p in body.parameters() if p.dim() == 2 and id(p) not in excluded}
 
 
 def read_optim_args(value: str | Mapping[str, Any] | None) -> dict[str, Any]:

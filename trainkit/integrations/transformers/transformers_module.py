@@ -24,7 +24,13 @@ from trainkit.checks import choice, function, real_number
 from trainkit.console import warn
 from trainkit.errors import ConfigurationError, DataError, LossError, MetricError, OptimizerError
 from trainkit.integrations.transformers.model_columns import base_model
-from trainkit.integrations.transformers.named_optimizers import check_optimizer, decay_groups, make_optimizer, read_optim_args
+from trainkit.integrations.transformers.named_optimizers import (
+    check_optimizer,
+    decay_groups,
+    make_optimizer,
+    read_optim_args,
+    split_matrices,
+)
 from trainkit.integrations.transformers.predictions import Predictions
 from trainkit.integrations.transformers.token_loss import LabelCount, smoothed_loss
 from trainkit.module.train_module import TrainModule
@@ -63,8 +69,9 @@ class TransformersModule(TrainModule):
         weight_decay: For all parameters but biases and those of normalization layers.
         optim: Name of the optimizer: `adamw_torch`, `adamw_torch_fused`, `adafactor`, `sgd`, `adagrad`, `rmsprop`, through
             torchao `adamw_torch_8bit` and `adamw_torch_4bit`, through bitsandbytes `adamw_8bit`, `lion`, `lion_8bit`,
-            `ademamix`, `paged_adamw_8bit` and others. To use another one, override `configure_optimizers`.
-        optim_args: More arguments of the optimizer's class: a dict, or `"momentum=0.9,nesterov=True"`.
+            `ademamix`, `paged_adamw_8bit` and others. `muon`: Muon for the matrices of hidden layers and AdamW for the rest,
+            under one learning rate. To use another one, override `configure_optimizers`.
+        optim_args: More arguments of the optimizer's class (of Muon's for `muon`): a dict, or `"momentum=0.9,nesterov=True"`.
         adam_beta1: Of Adam and its relatives.
         adam_beta2: Of Adam and its relatives.
         adam_epsilon: Of Adam and its relatives.
@@ -393,19 +400,28 @@ class TransformersModule(TrainModule):
     # ---------------------------------------------------------------------------------------------------------- optimizers
 
     def configure_optimizers(self) -> Any:
-        """Return the optimizer and the schedule of the arguments.
+        """Return the optimizer and the schedule of the arguments; for `muon` two, which step together.
 
         Raises:
-            OptimizerError: The schedule is not supported.
+            OptimizerError: The schedule is not supported, or there is nothing that Muon could train.
         """
+        groups = decay_groups(self.model, self.hparams.weight_decay)
+        if self.hparams.optim != "muon":
+            return self._optimizer(self.hparams.optim, groups, self.hparams.optim_args)
+        matrices, others = split_matrices(self.model, groups)
+        muon = self._optimizer("muon", matrices, self.hparams.optim_args)
+        return [muon, self._optimizer("adamw_torch", others, {})] if others else muon
+
+    def _optimizer(self, name: str, groups: list[dict[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+        """An optimizer with its schedule."""
         h = self.hparams
         optimizer = make_optimizer(
-            h.optim,
-            decay_groups(self.model, h.weight_decay),
+            name,
+            groups,
             lr=h.learning_rate,
             betas=(h.adam_beta1, h.adam_beta2),
             eps=h.adam_epsilon,
-            options=h.optim_args,
+            options=options,
             model=self.model,
         )
         return {"optimizer": optimizer, "lr_scheduler": self._schedule(optimizer)}
