@@ -70,6 +70,22 @@ def test_every_n_steps(first: int, expected: list[tuple[int, int]]) -> None:
     assert run.progress.next_save_step == 8
 
 
+def test_what_acts_after_each_step_may_end_training_with_it() -> None:
+    """The loop calls it before the step is validated; closing forgets it."""
+    run, done = make_run(), []
+    points, _ = safe_points(run)
+    points.after_each_step(lambda: done.append(run.progress.global_step))
+    points.after_each_step(points.stop_now)
+    for act in points.step_acts:
+        act()
+    assert done == [0]
+    assert (run.progress.should_stop, run.progress.stop) == (True, Stop.STOPPING)
+    points.agree()
+    assert run.progress.stop is Stop.STOPPING
+    points.close()
+    assert points.step_acts == []
+
+
 def test_a_timer_fires_again_after_each_interval() -> None:
     run = make_run()
     points, _ = safe_points(run)

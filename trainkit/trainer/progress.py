@@ -94,6 +94,7 @@ class RunProgress:
         safe_point_due: a save or a signal waits for the next safe point.
         next_save_step: as `safe_point_due`, from this `global_step` on.
         validation_due: the time between validations is over: validate after the next step.
+        validation_requested: a callback has requested a validation after the current step.
         validations: how many times the validation interval has been reached, in this epoch or, if it counts across epochs, in
             all.
         validated_step: `global_step` of the newest complete validation; 0 before the first.
@@ -131,6 +132,7 @@ class RunProgress:
     safe_point_due: bool = False
     next_save_step: float = math.inf
     validation_due: bool = False
+    validation_requested: bool = False
     validations: int = 0
     validated_step: int = 0
     earlier_batches: int = 0
@@ -212,6 +214,14 @@ class RunProgress:
     def request_validation(self) -> None:
         """The time between validations is over, on all ranks after the same step."""
         self.validation_due = True
+
+    def request_validation_now(self) -> None:
+        """Validate after the current step; called on all ranks in the same step."""
+        self.validation_requested = True
+
+    def request_log(self) -> None:
+        """The current step ends in a log boundary; called on all ranks in the same step."""
+        self.should_log = True
 
     # ------------------------------------------------------------------------------------------------------- stopping
 
@@ -319,6 +329,10 @@ class DueDates:
             updated: the window ended in an optimizer step.
             every: micro-batches between validations; `None`: they are not counted, but a timer may have fired.
         """
+        requested, self._progress.validation_requested = self._progress.validation_requested, False
+        return self._validation_is_due(batch_idx, updated, every) or requested
+
+    def _validation_is_due(self, batch_idx: int, updated: bool, every: int | None) -> bool:
         arguments, progress = self._arguments, self._progress
         if arguments.val_every_n_steps is not None:
             return updated and progress.global_step % arguments.val_every_n_steps == 0

@@ -239,6 +239,7 @@ class SafePoints:
         self._world = run.strategy.world
         self._distributed = run.distributed
         self._interval = step_interval(self._world.size)
+        self.step_acts: list[Callable[[], None]] = []  # The loop calls them, see `after_each_step`.
         self._requests: deque[Callable[[], None]] = deque()
         self._by_steps: list[tuple[int, Callable[[], None]]] = []
         self._by_time: list[tuple[timedelta, Callable[[], None]]] = []
@@ -259,6 +260,17 @@ class SafePoints:
         """Call `act` at the safe point after every n-th optimizer step."""
         self._by_steps.append((n, act))
         self._run.progress.next_save_step = 0  # computed at the first safe point
+
+    def after_each_step(self, act: Callable[[], None]) -> None:
+        """Call `act` on all ranks after each optimizer step, before the step is logged and validated."""
+        self.step_acts.append(act)
+
+    def stop_now(self) -> None:
+        """End training with the current step; called on all ranks in the same step, before it is validated."""
+        progress = self._run.progress
+        progress.should_stop = True
+        if self._run.due.may_stop:
+            progress.begin_stopping()
 
     def every(self, interval: timedelta, act: Callable[[], None]) -> None:
         """Call `act` at the first safe point after each interval; if that is 0, after every optimizer step."""
@@ -420,6 +432,7 @@ class SafePoints:
             timer.cancel()
         for timer in self._timers.values():
             timer.join()  # its thread would otherwise be alive for a moment after the run
+        self.step_acts = []
         self._by_steps = []
         self._by_time = []
         self._timers = {}

@@ -292,9 +292,9 @@ def safe_point(run: Run, training: Training, batch_idx: int, updated: bool) -> b
     if training.profiler is not None:
         training.profiler.step()
     run.accelerator.skip_requested = False  # requested in a window that had no loss
-    if updated and progress.should_log:
-        check_loss_is_finite(run, waited=run.metrics.flush_step())
-    elif not updated and batch_idx >= _MANY_BATCHES and progress.global_step == progress.first_step:
+    if updated:
+        end_update(run, training)
+    elif batch_idx >= _MANY_BATCHES and progress.global_step == progress.first_step:
         warn_without_step(run)  # the epoch may be endless
     if run.distributed or progress.should_stop or progress.stop is not Stop.RUNNING:
         training.safe_points.agree()
@@ -304,6 +304,14 @@ def safe_point(run: Run, training: Training, batch_idx: int, updated: bool) -> b
     elif updated and training.schedulers and run.validation is None:
         advance_plateaus(run, training)
     return end_step(run, training, batch_idx, validated)
+
+
+def end_update(run: Run, training: Training) -> None:
+    """After an optimizer step: what is to be done after each, and the log if it is due."""
+    for act in training.safe_points.step_acts:
+        act()
+    if run.progress.should_log:
+        check_loss_is_finite(run, waited=run.metrics.flush_step())
 
 
 def end_step(run: Run, training: Training, batch_idx: int, validated: bool) -> bool:
