@@ -143,6 +143,13 @@ def test_the_plugin_of_zero_has_a_name() -> None:
         state.select_deepspeed_plugin("teacher")
 
 
+def test_training_arguments_of_transformers_reset_a_state() -> None:
+    """It is a view of the accelerator, so there is nothing to forget."""
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert AcceleratorState() == accelerator.state
+
+
 def test_a_name_that_it_does_not_have() -> None:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(AttributeError, match=r"^AcceleratorState has no 'num_proceses'\. Did you mean 'num_processes'\?$"):

@@ -181,6 +181,14 @@ class AcceleratorState(PartialState):
                 f"Accelerator(mixed_precision={mixed_precision!r})"
             )
 
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """No effect: a state is a view of the accelerator. `TrainingArguments` of transformers calls it.
+
+        Args:
+            reset_partial_state: No effect.
+        """
+
     @property
     def device_mesh(self) -> Any:
         """The device mesh of a strategy that has one; `None` without one."""
