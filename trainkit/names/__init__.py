@@ -24,7 +24,9 @@ other libraries import and we do not have.
 `hugging_face.json` has the `version` of transformers, and what to use → names: `arguments` of `TrainingArguments`, arguments of
 the `constructor` of its Trainer, `imports` ("import ..." stands for the name), `attributes` of a Trainer and of its `state`.
 `same`: arguments that our Trainer has with the same meaning. `hooks`: hook → ours. `unwarned_hooks`: the same, for names that
-users give to their own methods. `carried`: as above.
+users give to their own methods. `carried`: as above. `training_arguments`: argument of `TrainingArguments` → the answer of
+`TransformersModule.from_arguments`, and what it becomes or what to do. The answers: "here": it is read; "no effect": every
+value gives the same run; "script": only scripts read it; "refused": another value than the default is an error.
 """
 
 from __future__ import annotations

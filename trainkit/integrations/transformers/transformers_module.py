@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,12 @@ from trainkit.integrations.transformers.named_optimizers import (
 from trainkit.integrations.transformers.predictions import Predictions
 from trainkit.integrations.transformers.token_loss import LabelCount, smoothed_loss
 from trainkit.module.train_module import TrainModule
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from trainkit.integrations.transformers.transformers_data import TransformersData
+    from trainkit.trainer.trainer import Trainer
 
 __all__ = ["TransformersModule"]
 
@@ -172,6 +178,71 @@ class TransformersModule(TrainModule):
             old = "gradient_checkpointing_enable"  # its name before transformers 5.20
             enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old)
             enable(None if gradient_checkpointing_kwargs is None else dict(gradient_checkpointing_kwargs))
+
+    @classmethod
+    def from_arguments(
+        cls,
+        model: nn.Module,
+        args: TrainingArguments,
+        *,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[[EvalPrediction], Mapping[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+    ) -> tuple[TransformersModule, TransformersData, Trainer]:
+        """Make the parts of a run from `TrainingArguments` of transformers, which is read as it is.
+
+        A process group that the arguments have opened is used, and not closed. What each argument becomes is in
+        docs/moving-over/training-arguments.md.
+
+        Args:
+            model: The model.
+            args: `TrainingArguments` or `Seq2SeqTrainingArguments`.
+            train_dataset: The training dataset.
+            eval_dataset: The validation dataset, or a dict of them.
+            data_collator: Makes a batch of a list of rows, see `TransformersData`.
+            processing_class: The tokenizer, or another processor.
+            compute_metrics: See above.
+            callbacks: Callbacks of transformers, objects or classes, and of trainkit.
+            optimizers: An optimizer and a scheduler, instead of those of the arguments; each may be `None`.
+            preprocess_logits_for_metrics: See above.
+            compute_loss_func: See above.
+
+        Returns:
+            The module, the data, and the `Trainer`.
+
+        Raises:
+            UnsupportedArgumentError: Arguments have values that trainkit does not support. The message names all of them.
+            ConfigurationError: An argument is wrong.
+
+        Example:
+            ```python
+            args = TrainingArguments("out", num_train_epochs=3, eval_strategy="epoch")
+            module, data, trainer = TransformersModule.from_arguments(model, args, train_dataset=train, eval_dataset=val)
+            trainer.fit(module, data)
+            ```
+        """
+        from trainkit.integrations.transformers.from_arguments import from_arguments
+
+        return from_arguments(
+            cls,
+            model,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=data_collator,
+            processing_class=processing_class,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            compute_loss_func=compute_loss_func,
+        )
 
     # ------------------------------------------------------------------------------------------------------------ training
 

@@ -1,0 +1,383 @@
+"""transformers' `Trainer` over trainkit's: scripts that exchange an import, their numbers, and what a subclass overrides.
+
+A script is a fresh Python, because it opens a process group of its own and is started by a launcher.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from helpers.support import TESTS
+from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration, TrainerCallback
+
+from trainkit import Trainer as OwnTrainer
+from trainkit.errors import CheckpointError, ConfigurationError, UnsupportedArgumentError
+from trainkit.integrations.transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainingArguments,
+)
+
+SCRIPTS = TESTS / "helpers" / "hugging_face"
+LAUNCH = ("-m", "trainkit", "launch", "--nproc-per-node", "2")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+RUN = ("--use_cpu", "--train_sampling_strategy", "sequential", "--disable_tqdm", "True", "--logging_steps", "1")
+GLUE = (
+    *(*RUN, "--do_train", "--do_eval", "--do_predict", "--eval_strategy", "epoch", "--save_strategy", "epoch"),
+    *("--label_smoothing_factor", "0.1", "--learning_rate", "5e-3", "--lr_scheduler_type", "cosine", "--warmup_steps", "2"),
+    *("--weight_decay", "0.01", "--load_best_model_at_end", "--metric_for_best_model", "accuracy", "--save_total_limit", "2"),
+)
+CLM = (
+    *(*RUN, "--per_device_train_batch_size", "4", "--num_train_epochs", "1.5", "--learning_rate", "1e-2"),
+    *("--eval_strategy", "steps", "--eval_steps", "0.3", "--save_steps", "0.5", "--logging_steps", "3"),
+)
+
+
+def run(script: str, package: str, folder: str, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
+    """What a script computes."""
+    command = [sys.executable, "-W", "ignore", *launcher, str(SCRIPTS / script), "--output_dir", folder, *arguments]
+    environment = {**os.environ, "TRAINER_OF": package, "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line.startswith('{"')))
+    return found
+
+
+@cache
+def computed(script: str, package: str, *arguments: str, launcher: tuple[str, ...] = ()) -> dict[str, Any]:
+    with TemporaryDirectory() as folder:
+        return run(script, package, folder, *arguments, launcher=launcher)
+
+
+def glue(package: str, launcher: tuple[str, ...] = (), accumulate: int = 4) -> dict[str, Any]:
+    sizes = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", str(accumulate))
+    return computed("glue_script.py", package, *GLUE, *sizes, launcher=launcher)
+
+
+def same_numbers(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """The log, the results and the predictions are the same, but for times."""
+    timed = ("_runtime", "_per_second", "preparation_time")
+
+    def numbers(entry: dict[str, float]) -> dict[str, float]:
+        return {name: value for name, value in entry.items() if not name.endswith(timed)}
+
+    assert len(ours["history"]) == len(theirs["history"])
+    for mine, other in zip(ours["history"], theirs["history"], strict=True):
+        assert numbers(mine) == pytest.approx(numbers(other), rel=5e-6, abs=1e-7), (mine, other)
+        assert mine.keys() == other.keys()
+
+
+def test_a_script_like_run_glue_computes_what_it_computes_with_transformers() -> None:
+    ours, theirs = glue("trainkit"), glue("transformers")
+    same_numbers(ours, theirs)
+    assert ours["train"] == pytest.approx(theirs["train"], rel=1e-6)
+    assert np.array(ours["predictions"]) == pytest.approx(np.array(theirs["predictions"]), abs=1e-5)
+    assert ours["reloaded"] == pytest.approx(theirs["reloaded"], rel=1e-6)
+    assert ours["best"][:2] == pytest.approx(theirs["best"][:2])
+    assert Path(ours["best"][2]).name == Path(theirs["best"][2]).name
+    own = {".lock", "training_args.bin"}  # The one is ours, the other is a pickle of transformers.
+    assert set(ours["files"]) - own == set(theirs["files"]) - own
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [LAUNCH, TORCHRUN, (*LAUNCH, "--as", "accelerate")],
+    ids=["trainkit launch", "torchrun", "behind the door"],
+)
+def test_the_script_on_two_processes_has_the_numbers_of_one(launcher: tuple[str, ...]) -> None:
+    """Each process has half of the accumulation. The process group is that of the `TrainingArguments`."""
+    two, one = glue("trainkit", launcher, accumulate=2), glue("trainkit")
+    same_numbers(two, one)
+    assert np.array(two["predictions"]) == pytest.approx(np.array(one["predictions"]), abs=1e-5)
+    assert two["files"] == one["files"]
+
+
+def test_a_script_is_resumed_from_its_last_checkpoint(tmp_path: Path) -> None:
+    """As run_glue.py does it: `get_last_checkpoint` finds the folder, and the log continues."""
+    whole = glue("trainkit")
+    sizes = ("--per_device_train_batch_size", "4", "--gradient_accumulation_steps", "4")
+    folder = str(tmp_path / "out")
+    first = run("glue_script.py", "trainkit", folder, *GLUE, *sizes, "--max_steps", "15", "--patience", "1")
+    assert first["train"][0] == 10  # accuracy has not improved
+    for name in ("checkpoint-10", "checkpoint-15"):
+        assert (name in first["files"]) == (name == "checkpoint-10")
+    again = run("glue_script.py", "trainkit", folder, *GLUE, *sizes)
+    assert again["resumed"].endswith("checkpoint-10")
+    losses = [[entry["loss"] for entry in found["history"] if "loss" in entry] for found in (again, whole)]
+    assert losses[0][:10] == losses[1][:10]
+    assert len(losses[0]) == 15
+
+
+def clm(package: str, launcher: tuple[str, ...] = (), accumulate: int = 2) -> dict[str, Any]:
+    return computed("clm_script.py", package, *CLM, "--gradient_accumulation_steps", str(accumulate), launcher=launcher)
+
+
+def test_a_script_like_run_clm_computes_what_it_computes_with_transformers() -> None:
+    """Rows have one length, so that means of batches weighted by rows, as transformers evaluates, are right too."""
+    ours, theirs = clm("trainkit"), clm("transformers")
+    same_numbers(ours, theirs)
+    assert ours["eval"]["perplexity"] == pytest.approx(theirs["eval"]["perplexity"], rel=1e-5)
+    assert ours["epoch"] == theirs["epoch"]
+
+
+def test_that_script_on_two_processes_has_the_numbers_of_one() -> None:
+    """Evaluations too, which transformers computes with a row twice: 17 rows do not divide by 2."""
+    same_numbers(clm("trainkit", LAUNCH, accumulate=1), clm("trainkit"))
+
+
+# ------------------------------------------------------------------------------------------------------ in this process
+
+
+def rows(count: int = 12) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, 30, (count, 6), generator=generator)
+    return [{"input_ids": row, "labels": int(row.sum()) % 2} for row in tokens]
+
+
+def model() -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForSequenceClassification(BertConfig(vocab_size=30, max_position_embeddings=8, **sizes, **rates))
+
+
+def arguments(folder: Path, **options: Any) -> TrainingArguments:
+    settings = {"use_cpu": True, "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": "none"}
+    settings |= {"logging_steps": 1, "max_steps": 2, "train_sampling_strategy": "sequential"}
+    return TrainingArguments(output_dir=str(folder), **{**settings, **options})
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_methods_of_a_subclass_are_called(tmp_path: Path) -> None:
+    called: list[str] = []
+
+    class Mine(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+            called.append(f"compute_loss {int(num_items_in_batch)}")
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+            return (2 * loss, outputs) if return_outputs else 2 * loss
+
+        def create_optimizer(self) -> Any:
+            called.append("create_optimizer")
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            called.append(f"create_scheduler {num_training_steps}")
+            self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.5)
+            return self.lr_scheduler
+
+        def get_train_dataloader(self) -> Any:
+            called.append("get_train_dataloader")
+            return super().get_train_dataloader()
+
+        def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+            called.append("get_eval_dataloader")
+            return super().get_eval_dataloader(eval_dataset)
+
+        def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+            super().log({**logs, "mine": 1.0})
+
+    plain = Trainer(model(), arguments(tmp_path), train_dataset=rows(), eval_dataset=rows())
+    plain.train()
+    trainer = Mine(model(), arguments(tmp_path), train_dataset=rows(), eval_dataset=rows())
+    trainer.train()
+    assert losses(trainer)[0] == pytest.approx(2 * losses(plain)[0])
+    assert [entry["learning_rate"] for entry in trainer.state.log_history if "loss" in entry] == [0.1, 0.05]
+    assert all(entry["mine"] == 1.0 for entry in trainer.state.log_history)
+    before = plain.evaluate()["eval_loss"]
+    plain.model.load_state_dict(trainer.model.state_dict())
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(2 * plain.evaluate()["eval_loss"])
+    assert before != pytest.approx(plain.evaluate()["eval_loss"], abs=1e-6)
+    expected = ["get_train_dataloader", "create_optimizer", "create_scheduler 2", "compute_loss 4", "get_eval_dataloader"]
+    assert [name for name in expected if name not in called] == []
+
+
+def test_methods_that_would_never_be_called_are_an_error(tmp_path: Path) -> None:
+    class Mine(Trainer):
+        def training_step(self, *args: Any) -> Any: ...
+
+        def _save_checkpoint(self, *args: Any) -> Any: ...
+
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any: ...
+
+        def my_own(self) -> None: ...
+
+    args = arguments(tmp_path, eval_strategy="epoch")
+    with pytest.raises(UnsupportedArgumentError, match="training_step: override compute_loss") as caught:
+        Mine(model(), args, train_dataset=rows(), eval_dataset=rows())
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
+        "- _save_checkpoint",
+        "- training_step",
+        "- evaluate",
+    ]
+
+    class Evaluates(Trainer):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            return {"eval_mine": 1.0}
+
+    assert Evaluates(model(), arguments(tmp_path), train_dataset=rows()).evaluate() == {"eval_mine": 1.0}
+
+
+def test_predictions_with_and_without_labels(tmp_path: Path) -> None:
+    trainer = Trainer(
+        model(),
+        arguments(tmp_path, per_device_eval_batch_size=5),
+        compute_metrics=lambda found: {"mean": float(found.predictions.mean())},
+    )
+    found = trainer.predict(rows())
+    assert found.predictions.shape == (12, 2)
+    assert found.label_ids.tolist() == [row["labels"] for row in rows()]
+    assert found.metrics["test_mean"] == pytest.approx(found.predictions.mean())
+    assert found.metrics["test_loss"] > 0
+    unlabeled = [{"input_ids": row["input_ids"]} for row in rows()]
+    alone = trainer.predict(unlabeled, metric_key_prefix="predict")
+    assert alone.label_ids is None
+    assert np.array_equal(alone.predictions, found.predictions)
+    assert set(alone.metrics) == {"predict_runtime", "predict_samples_per_second", "predict_steps_per_second"}
+    assert trainer.compute_metrics is trainer.module.compute_metrics
+
+
+def test_several_evaluation_sets(tmp_path: Path) -> None:
+    sets = {"short": rows(5), "long": rows(9)}
+    trainer = Trainer(model(), arguments(tmp_path), eval_dataset=sets)
+    both = trainer.evaluate()
+    assert both["eval_short_loss"] == pytest.approx(trainer.evaluate(sets["short"])["eval_loss"])
+    assert both["eval_long_loss"] == pytest.approx(trainer.evaluate("long", metric_key_prefix="x")["x_loss"])
+
+
+def test_it_resumes_where_it_stopped(tmp_path: Path) -> None:
+    def trainer(folder: str, **options: Any) -> Trainer:
+        args = arguments(tmp_path / folder, max_steps=6, save_strategy="steps", save_steps=2, **options)
+        return Trainer(model(), args, train_dataset=rows())
+
+    whole = trainer("whole")
+    assert whole.train().global_step == 6
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    first = trainer("cut")
+    first.add_callback(Stop())
+    assert first.train().global_step == 3
+    second = trainer("cut")
+    assert second.train(resume_from_checkpoint=True).global_step == 6
+    assert losses(second) == losses(whole)
+    for one, other in zip(second.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    with pytest.raises(CheckpointError):
+        trainer("nothing").train(resume_from_checkpoint=True)
+
+
+def test_the_optimizer_of_the_user(tmp_path: Path) -> None:
+    own = model()
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.3)
+    trainer = Trainer(own, arguments(tmp_path), train_dataset=rows(), optimizers=(optimizer, None))
+    trainer.train()
+    assert trainer.trainer.optimizers == [optimizer]
+    assert trainer.state.log_history[1]["learning_rate"] == pytest.approx(0.15)  # the schedule of the arguments
+    kinds = (torch.optim.SGD, {"lr": 0.2})
+    trainer = Trainer(model(), arguments(tmp_path), train_dataset=rows(), optimizer_cls_and_kwargs=kinds)
+    trainer.train()
+    assert isinstance(trainer.optimizer, torch.optim.SGD)
+    assert len(trainer.optimizer.param_groups) == 2  # with weight decay, and without
+    with pytest.raises(ConfigurationError, match="Give one of them"):
+        Trainer(own, arguments(tmp_path), optimizers=(optimizer, None), optimizer_cls_and_kwargs=kinds)
+
+
+def test_each_training_begins_with_the_model_of_model_init(tmp_path: Path) -> None:
+    trainer = Trainer(args=arguments(tmp_path), train_dataset=rows(), model_init=model)
+    trainer.train()
+    first, trained = losses(trainer), trainer.model
+    trainer.train()
+    assert losses(trainer) == first
+    assert trainer.model is not trained
+    with pytest.raises(ConfigurationError, match="model or a model_init"):
+        Trainer(args=arguments(tmp_path))
+
+
+def test_unknown_attributes_say_what_to_use(tmp_path: Path) -> None:
+    trainer = Trainer(model(), arguments(tmp_path))
+    with pytest.raises(AttributeError, match=r"trainer\.trainer, trainer\.module"):
+        _ = trainer.accelerator
+    assert isinstance(trainer.trainer, OwnTrainer)
+    with pytest.raises(UnsupportedArgumentError, match="Optuna"):
+        trainer.train(trial=object())
+    with pytest.raises(ConfigurationError, match="evaluate needs a dataset"):
+        trainer.evaluate()
+
+
+def test_seq2seq_generates(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 0}
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=20, pad_token_id=0, eos_token_id=1, **sizes))
+    args = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, predict_with_generate=True, generation_max_length=5, report_to="none"
+    )
+    pairs = [{"input_ids": row["input_ids"] % 20, "labels": row["input_ids"][:3] % 20} for row in rows(4)]
+    trainer = Seq2SeqTrainer(t5, args, eval_dataset=pairs, compute_metrics=lambda found: {"n": found.predictions.shape[1]})
+    assert trainer.evaluate()["eval_n"] <= 5
+    longest = trainer.predict(pairs, min_new_tokens=8, max_length=10)
+    assert longest.predictions.shape[1] > 5
+    assert trainer.model.generation_config.min_new_tokens is None
+
+
+class FakeHub:
+    """Takes the place of `huggingface_hub.HfApi`, and keeps what it is asked for."""
+
+    calls: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, token: Any = None) -> None:
+        self.calls.append(("token", token))
+
+    def create_repo(self, name: str, private: Any = None, exist_ok: bool = False) -> Any:
+        self.calls.append(("create", name, private))
+        return type("Url", (), {"repo_id": f"me/{name}"})
+
+    def create_branch(self, name: str, branch: str, exist_ok: bool) -> None:
+        self.calls.append(("branch", name, branch))
+
+    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str, revision: Any, ignore_patterns: Any) -> str:
+        files = sorted(path.name for path in Path(folder_path).iterdir() if path.is_file())
+        self.calls.append(("upload", repo_id, commit_message, revision, "README.md" in files, "model.safetensors" in files))
+        return "https://hub/commit"
+
+
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_hub_upload(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
+    FakeHub.calls.clear()
+    hub = {"hub_model_id": "mine", "hub_token": "secret", "hub_private_repo": True, "hub_revision": "dev"}
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    args = arguments(tmp_path, push_to_hub=True, hub_strategy=strategy, **hub, **saves)
+    trainer = Trainer(model(), args, train_dataset=rows())
+    trainer.train()
+    uploads = [call[2] for call in FakeHub.calls if call[0] == "upload"]
+    assert uploads == ([] if strategy == "end" else [f"Training in progress, step {step}" for step in (1, 2)])
+    FakeHub.calls.clear()
+    trainer.save_model()
+    assert FakeHub.calls == [
+        ("token", "secret"),
+        ("create", "mine", True),
+        ("branch", "me/mine", "dev"),
+        ("upload", "me/mine", "Model save", "dev", True, True),
+    ]
+    assert trainer.push_to_hub(tags="tiny") == "https://hub/commit"
+    assert "- tiny" in (tmp_path / "README.md").read_text("utf-8")
+    with pytest.raises(UnsupportedArgumentError, match="hub_strategy='checkpoint'"):
+        Trainer(model(), arguments(tmp_path, push_to_hub=True, hub_strategy="checkpoint"))
