@@ -85,7 +85,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     names of a module, and `<!-- names: trainkit.launch.joining join device_of -->` one of these names.
     `<!-- lightning: callbacks -->` becomes a table of the names of `lightning.pytorch.callbacks`, and
     `<!-- accelerate: imports -->` one of the names of Accelerate that trainkit does not have, as `<!-- hugging_face: hooks -->`
-    is one of the names of the Hugging Face Trainer. `<!-- rooms -->` becomes the picture of the rooms of trainkit.
+    is one of the names of the Hugging Face Trainer, and `<!-- training_arguments -->` one of what `from_arguments` reads.
+    `<!-- rooms -->` becomes the picture of the rooms of trainkit.
     """
     if page.file.src_uri.startswith("reference/"):
         page.meta.setdefault("search", {"boost": 0.3})
@@ -94,6 +95,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     markdown = re.sub(r"<!-- lightning: (\S+) -->", lambda match: table_of_lightning(match[1]), markdown)
     markdown = re.sub(r"<!-- accelerate: (\S+) -->", lambda match: table_of_accelerate(match[1]), markdown)
     markdown = re.sub(r"<!-- hugging_face: (\S+) -->", lambda match: table_of_hugging_face(match[1]), markdown)
+    if "<!-- training_arguments -->" in markdown:
+        markdown = markdown.replace("<!-- training_arguments -->", table_of_training_arguments())
     if "<!-- rooms -->" in markdown:
         markdown = markdown.replace("<!-- rooms -->", import_module("docs.rooms").picture())
     home = config.extra["repository"]
@@ -159,6 +162,13 @@ def table_of_hugging_face(group: str) -> str:
     advice = table[group] | (table["unwarned_hooks"] if group == "hooks" else {})
     same = {" ".join(table["same"]): "the same"} if group == "arguments" else {}
     return rows_of("Hugging Face Trainer", same | uses_of(advice))
+
+
+def table_of_training_arguments() -> str:
+    """A table of the arguments of `TrainingArguments`, from the table that `from_arguments` and its messages use."""
+    table = import_module("trainkit.names").table("hugging_face")["training_arguments"]
+    rows = (f"| `{name}` | {answer} | {escaped(text)} |" for name, (answer, text) in table.items())
+    return "\n".join(["| argument | | trainkit |", "|---|---|---|", *rows])
 
 
 def uses_of(advice: dict[str, str]) -> dict[str, str]:
