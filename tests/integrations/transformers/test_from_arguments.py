@@ -498,3 +498,19 @@ def test_the_parts_are_those_of_trainkit() -> None:
     assert isinstance(trainer, Trainer)
     assert all(isinstance(one, Callback) for one in trainer.callbacks)
     assert isinstance(checkpoint((module, data, trainer)), ModelCheckpoint)
+
+
+def test_functions_and_data_reach_the_parts() -> None:
+    def function(*given: Any, **more: Any) -> Any:
+        raise AssertionError
+
+    names = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
+    processor = object()
+    train, val = rows(3), rows(2)
+    given = {**dict.fromkeys(names, function), "data_collator": function, "processing_class": processor}
+    module, data, _ = made({}, train_dataset=train, eval_dataset=val, **given)
+    assert [getattr(module, name) for name in names] == [function] * 3
+    assert data.data_collator is function
+    assert module.processing_class is data.processing_class is processor
+    assert data.datasets["train"] is train
+    assert data.datasets["val"] is val

@@ -18,7 +18,14 @@ import numpy as np
 import pytest
 import torch
 from helpers.support import TESTS
-from transformers import BertConfig, BertForSequenceClassification, T5Config, T5ForConditionalGeneration, TrainerCallback
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+    default_data_collator,
+)
 
 from trainkit import Trainer as OwnTrainer
 from trainkit.errors import CheckpointError, ConfigurationError, UnsupportedArgumentError
@@ -381,3 +388,76 @@ def test_hub_upload(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "- tiny" in (tmp_path / "README.md").read_text("utf-8")
     with pytest.raises(UnsupportedArgumentError, match="hub_strategy='checkpoint'"):
         Trainer(model(), arguments(tmp_path, push_to_hub=True, hub_strategy="checkpoint"))
+
+
+def test_what_the_constructor_gets_is_used(tmp_path: Path) -> None:
+    called: set[str] = set()
+
+    def collate(batch: list[Any]) -> Any:
+        called.add("collate")
+        return default_data_collator(batch)
+
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+        called.add("loss")
+        return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+    def preprocess(logits: Any, labels: Any) -> Any:
+        called.add("preprocess")
+        return logits.argmax(-1)
+
+    class Processor:
+        def save_pretrained(self, folder: Any) -> None:
+            (Path(folder) / "processor.txt").touch()
+
+    class Saw(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, processing_class: Any = None, **kwargs: Any) -> None:
+            called.add(type(processing_class).__name__)
+
+    trainer = Trainer(
+        model(),
+        arguments(tmp_path, eval_strategy="steps", eval_steps=1),
+        data_collator=collate,
+        train_dataset=rows(),
+        eval_dataset=rows(),
+        processing_class=Processor(),
+        compute_loss_func=loss,
+        compute_metrics=lambda found: {"dimensions": found.predictions.ndim},
+        callbacks=[Saw],
+        preprocess_logits_for_metrics=preprocess,
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "elsewhere"))
+    assert called == {"collate", "loss", "preprocess", "Processor"}
+    assert trainer.evaluate()["eval_dimensions"] == 1
+    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"config.json", "model.safetensors", "processor.txt"}
+    plain = Trainer(model(), arguments(tmp_path), train_dataset=rows())
+    plain.train()
+    assert losses(plain) == pytest.approx(losses(trainer))
+    assert Trainer(model()).args.output_dir == "tmp_trainer"
+
+
+def test_outputs_that_are_ignored_are_no_predictions(tmp_path: Path) -> None:
+    shown: list[int] = []
+
+    def count(found: Any) -> dict[str, float]:
+        shown.append(len(found.predictions) if isinstance(found.predictions, tuple) else 1)
+        return {}
+
+    own = model()
+    own.config.output_hidden_states = True
+    args = arguments(tmp_path, eval_strategy="epoch", num_train_epochs=1, max_steps=-1)
+    trainer = Trainer(own, args, train_dataset=rows(), eval_dataset=rows(), compute_metrics=count)
+    trainer.train(ignore_keys_for_eval=["hidden_states"])
+    trainer.evaluate(ignore_keys=["hidden_states"])
+    trainer.evaluate()
+    assert shown == [1, 1, 2]  # logits and hidden states
+    assert isinstance(trainer.predict(rows(), ignore_keys=["hidden_states"]).predictions, np.ndarray)
+
+
+def test_metrics_are_saved_by_themselves_or_together(tmp_path: Path) -> None:
+    trainer = Trainer(model(), arguments(tmp_path))
+    trainer.save_metrics("train", {"a": 1.0})
+    trainer.save_metrics("eval", {"b": 2.0}, combined=False)
+    assert json.loads((tmp_path / "all_results.json").read_text("utf-8")) == {"a": 1.0}
+    with pytest.raises(UnsupportedArgumentError, match="blocking=False"):
+        trainer.push_to_hub(blocking=False)

@@ -139,7 +139,7 @@ def make_run(
         callbacks: those of trainkit.
         data: arguments of `TransformersData` that are not in `args`.
         module: the same of `TransformersModule`.
-        pushes: whoever calls this uploads the model as the arguments say.
+        pushes: the caller uploads the model as the arguments say.
 
     Raises:
         UnsupportedArgumentError: arguments cannot be mapped; all of them are in the message.

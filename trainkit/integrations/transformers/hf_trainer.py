@@ -250,7 +250,14 @@ class HuggingFaceTrainer:
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The mean loss over the counted labels of a batch; with `return_outputs` also the outputs of the model."""
+        """The mean loss over the counted labels of a batch; with `return_outputs` also the outputs of the model.
+
+        Args:
+            model: No effect: it is the model of the constructor.
+            inputs: The batch.
+            return_outputs: Return `(loss, outputs)`.
+            num_items_in_batch: No effect: the labels of the batch are counted. An override gets their number.
+        """
         loss, outputs = self.module.loss_and_outputs(inputs)
         return (loss, outputs) if return_outputs else loss
 
@@ -269,11 +276,21 @@ class HuggingFaceTrainer:
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Optimizer | None = None) -> Any:
-        """Return `self.lr_scheduler`. If it is `None`, trainkit makes the schedule of the arguments."""
+        """Return `self.lr_scheduler`. If it is `None`, trainkit makes the schedule of the arguments.
+
+        Args:
+            num_training_steps: No effect: the schedule knows them. An override gets their number.
+            optimizer: No effect: it is `self.optimizer`.
+        """
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add an entry to `state.log_history`, and call `on_log`; the loggers of the run get their values by themselves."""
+        """Add an entry to `state.log_history`, and call `on_log`; the loggers of the run get their values by themselves.
+
+        Args:
+            logs: The entry.
+            start_time: No effect: speed is measured once, at the end of training.
+        """
         self.events.add_to_log(logs)
 
     # --------------------------------------------------------------------------------------------------------------- verbs
@@ -425,7 +442,7 @@ class HuggingFaceTrainer:
             commit_message: Of the commit.
             blocking: Only `True`: the upload is complete when it returns.
             token: The access token; default: that of the arguments, or of `hf auth login`.
-            revision: The branch; default: that of the arguments, or the main one.
+            revision: The branch; default: that of the arguments, or `main`.
             private: Create a private repository; default: as the arguments say.
             options: Those of `create_model_card`.
 
