@@ -412,8 +412,13 @@ def test_rows_without_a_length() -> None:
 
 def test_the_options_of_loaders() -> None:
     options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3, "pin_memory": False}
-    data = TransformersData(random_rows(9), random_rows(9), drop_last=True, **options)
+    both = {"first": random_rows(5), "second": random_rows(4)}
+    sizes = {"train_batch_size": 2, "eval_batch_size": 3}
+    data = TransformersData(random_rows(9), random_rows(9), test=both, drop_last=True, **sizes, **options)
     train_loader, val_loader = data.train_dataloader(), data.val_dataloader()
+    assert (train_loader.batch_size, val_loader.batch_size) == (2, 3)
+    assert [list(loader.dataset) for loader in data.test_dataloader()] == list(both.values())
+    assert data.test_names == ("first", "second")
     for loader in (train_loader, val_loader):
         assert {name: getattr(loader, name) for name in options} == options
     assert (train_loader.drop_last, val_loader.drop_last) == (True, False)

@@ -174,7 +174,9 @@ def test_several_labels_count_samples(names: list[str] | None) -> None:
         seen.append(prediction.label_ids)
         return {}
 
-    model, rows = BertForQuestionAnswering(make_model("bert").config).eval(), questions(5)
+    config = make_model("bert").config
+    config.num_labels = 2  # The start and the end of an answer.
+    model, rows = BertForQuestionAnswering(config).eval(), questions(5)
     losses = [model(**{key: value[None] for key, value in row.items()}).loss.item() for row in rows]
     module = TransformersModule(model, label_names=names, compute_metrics=look)
     (results,) = trainer()[0].validate(module, torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
