@@ -21,6 +21,8 @@ _FUNCTIONS = ("notebook_launcher", "seed_everything", "skip_first_batches", "loa
 
 # What is public, but has no docstring of its own.
 _CONSTANTS = {
+    "Seq2SeqTrainingArguments": "That of `transformers`.",
+    "TrainingArguments": "That of `transformers`.",
     "__version__": "The version of trainkit, such as `0.1.0`.",
     "ArgsType": "What `TrainkitCLI(args=…)` accepts, as an annotation.",
     "LRSchedulerCallable": "An argument that creates a scheduler from the optimizer, as an annotation.",
@@ -124,7 +126,9 @@ def table_of_names(module: str, names: list[str]) -> str:
             text = inspect.getdoc(value) or ""
             whole = isinstance(value, type) and issubclass(value, BaseException)  # what is wrong, and what to do
             shown = first_paragraph(text) if whole else first_sentence(text)
-            rows.append(f"| [`{name}`][{module}.{name}] | {shown} |")
+            renamed = isinstance(value, type) and value.__name__ != name  # the name of another package, for a class of trainkit
+            target = f"{value.__module__}.{value.__name__}" if renamed else f"{module}.{name}"
+            rows.append(f"| [`{name}`][{target}] | {shown} |")
     return "\n".join(rows)
 
 
