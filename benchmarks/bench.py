@@ -80,6 +80,7 @@ PROGRAMS = [
     Program("import_time", "Import", "import_time.py", quick="--repeats 1"),
     Program("plan", "What a run holds", "plan.py", quick="--only single --precisions 32-true"),
     Program("transformers", "The Trainer's job", "transformers_jobs.py", quick="--only gpt2", needs="transformers"),
+    Program("metrics", "The memory of compute_metrics", "metrics_memory.py", quick="--rows 40 80", needs="transformers"),
     Program("faults", "After a fault", "faults.py", quick="--contender trainkit --part flip --kills 1", peers=True),
 ]
 
