@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported, here and in every process that a test starts
+os.environ["COMET_ERROR_TRACKING_ENABLE"] = "false"  # comet_ml draws at import whether it reports its errors, in a thread
 os.environ["TRAINKIT_CONFIG_FILE"] = os.devnull  # ignore the trainkit config file of the user who runs the tests
 
 import hypothesis
