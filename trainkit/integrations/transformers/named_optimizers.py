@@ -78,7 +78,6 @@ OPTIMIZERS: dict[str, NamedOptimizer] = {
 }
 """Name → optimizer. Those of transformers' `OptimizerNames`, `lion`, short for `lion_32bit`, and `muon`."""
 
-_OWN = "Override configure_optimizers to use it."
 _LAYERS = "it projects the gradients of layers that its own argument chooses"
 _MODES = "its weights must be exchanged before each evaluation and save"
 _IN_BACKWARD = "it steps inside of the backward pass, without accumulation, clipping and gradient scaling"
@@ -244,8 +243,14 @@ def check_optimizer(name: str) -> NamedOptimizer:
     if name in OPTIMIZERS:
         return OPTIMIZERS[name]
     if name in UNSUPPORTED:
-        raise OptimizerError(f"optim={name!r} is not supported: {UNSUPPORTED[name]}. {_OWN} Known: {', '.join(OPTIMIZERS)}.")
-    raise OptimizerError(f"There is no optimizer {name!r}; known: {', '.join(OPTIMIZERS)}.{nearest(name, OPTIMIZERS)} {_OWN}")
+        raise OptimizerError(
+            f"optim={name!r} is not supported: {UNSUPPORTED[name]}. Override configure_optimizers to use it. Known: "
+            f"{', '.join(OPTIMIZERS)}."
+        )
+    raise OptimizerError(
+        f"There is no optimizer {name!r}; known: {', '.join(OPTIMIZERS)}.{nearest(name, OPTIMIZERS)} To use another one, "
+        "override configure_optimizers."
+    )
 
 
 def _class_of(name: str, path: str) -> Any:
