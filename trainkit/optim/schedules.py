@@ -182,7 +182,9 @@ def _cosine_with_min_lr(
     min_lr_rate: float | None = None,
     lr_init: float = 1.0,
 ) -> float:
-    least = _least("cosine_with_min_lr", min_lr, min_lr_rate, lr_init)
+    if (min_lr is None) == (min_lr_rate is None):
+        raise OptimizerError("A cosine schedule with a least rate needs min_lr or min_lr_rate. For example: min_lr_rate=0.1")
+    least = float(min_lr_rate) if min_lr_rate is not None else float(min_lr or 0.0) / lr_init
     if step < num_warmup_steps:
         return _warmup(step, num_warmup_steps)
     wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * _progress(step, num_warmup_steps, num_training_steps)))
@@ -200,20 +202,14 @@ def _cosine_warmup_with_min_lr(
     warmup_lr_rate: float | None = None,
     lr_init: float = 1.0,
 ) -> float:
-    least = _least("cosine_warmup_with_min_lr", min_lr, min_lr_rate, lr_init)
-    if step < num_warmup_steps:
-        if warmup_lr_rate is None:
-            return (step + 1) / num_warmup_steps
-        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)
-    wave = 0.5 * (1.0 + math.cos(math.pi * num_cycles * 2.0 * _progress(step + 1, num_warmup_steps, num_training_steps)))
-    return max(0.0, wave * (1.0 - least) + least)
-
-
-def _least(name: str, min_lr: float | None, min_lr_rate: float | None, lr_init: float) -> float:
-    """The smallest factor."""
-    if (min_lr is None) == (min_lr_rate is None):
-        raise OptimizerError(f"The schedule {name!r} needs min_lr or min_lr_rate. For example: min_lr_rate=0.1")
-    return float(min_lr_rate) if min_lr_rate is not None else float(min_lr or 0.0) / lr_init
+    counts = {"num_warmup_steps": num_warmup_steps, "num_training_steps": num_training_steps}
+    shape: dict[str, Any] = {"num_cycles": num_cycles, "min_lr": min_lr, "min_lr_rate": min_lr_rate, "lr_init": lr_init}
+    ahead = _cosine_with_min_lr(step + 1, **counts, **shape)
+    if step >= num_warmup_steps:
+        return ahead
+    if warmup_lr_rate is None:
+        return (step + 1) / num_warmup_steps
+    return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, num_warmup_steps - 1)
 
 
 def _cosine_with_restarts(step: int, *, num_warmup_steps: int, num_training_steps: int, num_cycles: int = 1) -> float:
