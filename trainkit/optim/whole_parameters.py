@@ -90,12 +90,13 @@ def _run(
     if "lr" in given:
         given["lr"] = torch.full_like(given["lr"], _RATE) if isinstance(given["lr"], Tensor) else _RATE
     copy = trial_copy(optimizer, given, parameters)
-    before = {name: value for name, value in copy.param_groups[0].items() if name != "params"}
+    before = dict(copy.param_groups[0])
     for step in gradients:
         for parameter, gradient in zip(parameters, step, strict=True):
             parameter.grad = gradient.clone()
         copy.step()
-    changed = any(copy.param_groups[0][name] is not value for name, value in before.items())
+    after = copy.param_groups[0]
+    changed = after.keys() != before.keys() or any(after[name] is not value for name, value in before.items())
     return [parameter.detach() for parameter in parameters], changed
 
 
