@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 from trainkit.callback import Callback
 from trainkit.callbacks import MemoryMonitor
 from trainkit.errors import ConfigurationError, TrainkitError
-from trainkit.integrations.transformers.hf_callbacks import HuggingFaceCheckpoint, HuggingFaceEvents
+from trainkit.integrations.transformers.hf_callbacks import HuggingFaceCheckpoint, HuggingFaceEvents, best_metric
 from trainkit.integrations.transformers.named_optimizers import check_optimizer
 from trainkit.integrations.transformers.refusals import Refusals
 from trainkit.integrations.transformers.strategy_arguments import strategy_of
@@ -79,43 +79,25 @@ def from_arguments(
     kind: type[TransformersModule],
     model: nn.Module,
     args: TrainingArguments,
+    callbacks: Sequence[Any],
+    optimizers: tuple[Optimizer | None, Any],
     *,
-    train_dataset: Any = None,
-    eval_dataset: Any = None,
-    data_collator: Callable[[list[Any]], Any] | None = None,
-    processing_class: Any = None,
-    compute_metrics: Callable[..., Any] | None = None,
-    callbacks: Sequence[Any] | None = None,
-    optimizers: tuple[Optimizer | None, Any] = (None, None),
-    preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-    compute_loss_func: Callable[..., Any] | None = None,
+    data: Mapping[str, Any],
+    module: Mapping[str, Any],
 ) -> tuple[TransformersModule, TransformersData, Trainer]:
-    """See `TransformersModule.from_arguments`, which calls this with its class."""
+    """See `TransformersModule.from_arguments`, which calls this with its class; `data` and `module` as for `make_run`."""
     if not isinstance(args, TrainingArguments):
         raise ConfigurationError(
             f"from_arguments expected TrainingArguments of transformers, got {type(args).__name__}. For example: "
             "from_arguments(model, TrainingArguments(output_dir='out'), train_dataset=train)"
         )
-    events = HuggingFaceEvents(args, of_transformers(callbacks), processing_class=processing_class)
-    more = [callback for callback in callbacks or () if isinstance(callback, Callback)]
+    events = HuggingFaceEvents(args, of_transformers(callbacks), processing_class=module["processing_class"])
+    more = [callback for callback in callbacks if isinstance(callback, Callback)]
     if any(optimizers):
         kind = with_optimizers(kind, optimizers)
-    module, data, trainer = make_run(
-        kind,
-        model,
-        args,
-        events,
-        more,
-        data={"train": train_dataset, "val": eval_dataset, "data_collator": data_collator},
-        module={
-            "processing_class": processing_class,
-            "compute_metrics": compute_metrics,
-            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
-            "compute_loss_func": compute_loss_func,
-        },
-    )
+    run = make_run(kind, model, args, events, more, data=data, module=module)
     events.attach(model)
-    return module, data, trainer
+    return run
 
 
 def make_run(
@@ -250,12 +232,6 @@ def with_optimizers(kind: type[TransformersModule], optimizers: tuple[Optimizer 
             return {"optimizer": optimizer, "lr_scheduler": given}
 
     return GivenOptimizers
-
-
-def best_metric(args: TrainingArguments) -> str:
-    """The metric that decides which checkpoint is the best, as it is logged."""
-    name = args.metric_for_best_model or "loss"
-    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 # ------------------------------------------------------------------------------------------------------------ the Trainer

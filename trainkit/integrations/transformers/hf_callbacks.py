@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trainkit.module.train_module import TrainModule
     from trainkit.trainer.trainer import Trainer
 
-__all__ = ["HuggingFaceCheckpoint", "HuggingFaceEvents", "TrainkitFlow"]
+__all__ = ["HuggingFaceCheckpoint", "HuggingFaceEvents", "TrainkitFlow", "best_metric"]
 
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _STEP_EVENTS = ("step_begin", "pre_optimizer_step", "optimizer_step", "substep_end", "step_end", "epoch_end", "log")
@@ -382,8 +382,7 @@ class HuggingFaceEvents(Callback):
         args, state = self.args, self.state
         if args.metric_for_best_model is None:
             return
-        name = args.metric_for_best_model
-        name = name if name.startswith("eval_") else f"eval_{name}"
+        name = best_metric(args)
         if name not in metrics:
             raise MissingMetricError(
                 f"metric_for_best_model={args.metric_for_best_model!r}: the evaluation has no {name!r}, only "
@@ -460,6 +459,12 @@ class HuggingFaceCheckpoint(ModelCheckpoint):
         super()._save(trainer, why)
         if self._saved != before:
             self._events.saved(trainer)
+
+
+def best_metric(args: TrainingArguments) -> str:
+    """The metric that decides which checkpoint is the best, as it is logged."""
+    name = args.metric_for_best_model or "loss"
+    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def _as_list(value: Any) -> list[Any]:

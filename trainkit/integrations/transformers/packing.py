@@ -25,6 +25,7 @@ from trainkit.console import notice, quantity
 from trainkit.data.stream_sharder import has_state
 from trainkit.errors import ConfigurationError, DataError
 from trainkit.integrations.transformers.model_columns import base_model
+from trainkit.integrations.transformers.token_loss import IGNORED
 
 __all__ = [
     "LONG_ROWS",
@@ -43,7 +44,6 @@ __all__ = [
 LONG_ROWS = ("error", "truncate", "split")
 """What can be done with a row that is longer than a sequence."""
 
-_IGNORED = -100
 _MASKS_ITSELF = ("eager", "sdpa", "flex_attention")  # transformers makes the mask of these from the position ids.
 
 
@@ -160,7 +160,7 @@ class RowPieces:
     def cut(self, tokens: dict[str, list[int]], start: int, stop: int) -> dict[str, list[int]]:
         """A piece of a row. The label of its first token is -100: nothing before it predicts it."""
         piece = {name: value[start:stop] for name, value in tokens.items()}
-        piece["labels"] = [_IGNORED, *piece.get("labels", piece["input_ids"])[1:]]
+        piece["labels"] = [IGNORED, *piece.get("labels", piece["input_ids"])[1:]]
         return piece
 
     def tell(self, long: int, rows: int) -> None:
@@ -352,7 +352,7 @@ class PackingCollator:
         missing = self.max_length - sum(len(piece["input_ids"]) for piece in pieces)
         if not missing:
             return []
-        return [{name: [_IGNORED if name == "labels" else value[-1]] * missing for name, value in pieces[-1].items()}]
+        return [{name: [IGNORED if name == "labels" else value[-1]] * missing for name, value in pieces[-1].items()}]
 
 
 def check_packing(model: Any) -> None:

@@ -158,8 +158,7 @@ class TransformersData(KnownKeywords, DataModule):
         """
         dataset = self._get("train")
         if self.packing:
-            loader = self._packed_loader("train", _NAMES["train"], dataset)
-            return loader
+            return self._packed_loader("train", _NAMES["train"], dataset)
         options: dict[str, Any] = {"batch_size": self.train_batch_size, "drop_last": self.drop_last}
         if not _is_stream(dataset):
             options |= self._order(dataset)

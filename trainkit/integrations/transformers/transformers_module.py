@@ -233,15 +233,15 @@ class TransformersModule(TrainModule):
             cls,
             model,
             args,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=data_collator,
-            processing_class=processing_class,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            compute_loss_func=compute_loss_func,
+            callbacks or (),
+            optimizers,
+            data={"train": train_dataset, "val": eval_dataset, "data_collator": data_collator},
+            module={
+                "processing_class": processing_class,
+                "compute_metrics": compute_metrics,
+                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+                "compute_loss_func": compute_loss_func,
+            },
         )
 
     # ------------------------------------------------------------------------------------------------------------ training
