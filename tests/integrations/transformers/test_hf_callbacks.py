@@ -271,3 +271,21 @@ def test_a_flag_of_one_rank_acts_on_all(tmp_path: Path) -> None:
     losses = [entry["loss"] for entry in events.state.log_history if "loss" in entry]
     assert trainer.strategy.world.exchange(losses) == [losses, losses]
     assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.world_size(2)
+def test_callbacks_that_only_one_rank_has(tmp_path: Path) -> None:
+    """As after `if trainer.is_world_process_zero(): trainer.add_callback(...)`."""
+    args = arguments(tmp_path, save_strategy="steps", save_steps=100, eval_strategy="steps", eval_steps=1)
+    own = [flag("on_evaluate", 2, "should_save"), flag("on_save", 2, "should_training_stop"), Recorder()]
+    trainer, _ = trained(args, *(own if args.process_index == 1 else []), count=10)
+    assert trainer.global_step == 3
+    assert sorted(path.name for path in tmp_path.glob("checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("event", ["on_evaluate", "on_epoch_begin"])
+def test_a_flag_of_one_rank_in_an_event_of_no_step(event: str, tmp_path: Path) -> None:
+    args = arguments(tmp_path, save_strategy="steps", save_steps=100, eval_strategy="epoch")
+    trainer, _ = trained(args, flag(event, 3, "should_training_stop", rank=1), count=10)
+    assert trainer.global_step == (3 if event == "on_evaluate" else 4)

@@ -99,7 +99,7 @@ class HuggingFaceEvents(Callback):
         self._parameters = 0
         self._epoch_ended = self._skips = False
         self._began = 0.0
-        self._exchanges = False
+        self._exchanges = self._awaits_saves = False
 
     @property
     def state_key(self) -> str:
@@ -178,7 +178,9 @@ class HuggingFaceEvents(Callback):
         self.handler.lr_scheduler = next((config.scheduler for config in trainer.lr_scheduler_configs), None)
         self.handler.train_dataloader = trainer.train_dataloader
         self.handler.eval_dataloader = trainer.val_dataloaders
-        self._exchanges = trainer.world_size > 1 and any(map(self._defines, _STEP_EVENTS))
+        # A script may add a callback on one rank only, and all ranks communicate or none does.
+        defined = [any(map(self._defines, _STEP_EVENTS)), self._defines("save")]
+        self._exchanges, self._awaits_saves = map(bool, trainer.strategy.world.largest(defined))
         self._epoch_ended = self._skips = False
         trainer._save_policy.safe_points.after_each_step(partial(self._end_step, trainer))
         self._call("train_begin")
@@ -201,6 +203,7 @@ class HuggingFaceEvents(Callback):
         self._epoch_ended = self._skips = False
         self._note_epoch(trainer)
         self._call("epoch_begin")
+        self._agree(trainer, every_step=False)
 
     def on_before_zero_grad(self, trainer: Trainer, module: TrainModule, optimizer: Optimizer) -> None:
         self._learning_rate = float(optimizer.param_groups[0]["lr"])
@@ -259,9 +262,14 @@ class HuggingFaceEvents(Callback):
             trainer._save_policy.safe_points.stop_now()
         self._obey_save(trainer)
 
-    def _agree(self, trainer: Trainer) -> None:
-        """A flag that one rank has set is set on all ranks."""
-        if self._exchanges:
+    def _agree(self, trainer: Trainer, every_step: bool = True) -> None:
+        """A flag that one rank has set is set on all ranks. Collective.
+
+        Args:
+            trainer: The trainer.
+            every_step: It costs time in each step, so it is skipped if no callback handles an event of a step.
+        """
+        if trainer.world_size > 1 and (self._exchanges or not every_step):
             flags = trainer.strategy.world.largest([bool(getattr(self.control, name)) for name in _FLAGS])
             for name, flag in zip(_FLAGS, flags, strict=True):
                 setattr(self.control, name, bool(flag))
@@ -359,7 +367,7 @@ class HuggingFaceEvents(Callback):
         self.write_log(dict(metrics))
         self._call("evaluate", metrics=metrics)
         self._note_best_metric(metrics)
-        self._agree(trainer)
+        self._agree(trainer, every_step=False)
         if trainer.sanity_checking:
             return
         if self.control.should_training_stop:
@@ -404,10 +412,11 @@ class HuggingFaceEvents(Callback):
     def saved(self, trainer: Trainer) -> None:
         """A checkpoint was saved: `on_save`, after it is complete on disk. Collective."""
         self._note_best(trainer)
-        if self._defines("save"):
+        if self._awaits_saves:
             trainer._save_policy.wait()
             trainer.strategy.world.barrier()
         self._call("save")
+        self._agree(trainer, every_step=False)
 
     def on_save_checkpoint(self, trainer: Trainer, module: TrainModule, checkpoint: dict[str, Any]) -> None:
         if trainer.stage == "fit":
