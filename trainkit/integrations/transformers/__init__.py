@@ -1,4 +1,4 @@
-"""Models and data of `transformers` in trainkit's `Trainer`. Needs `pip install "trainkit-torch[transformers]"`.
+"""Models and data of `transformers` in trainkit's `Trainer`. Needs `pip install 'trainkit-torch[transformers]'`.
 
 The `Trainer` and its arguments, which few programs need, are imported on first use.
 """
