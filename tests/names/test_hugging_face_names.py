@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -178,7 +179,7 @@ def test_the_page_of_names_has_every_table() -> None:
     assert {*shown} == {name for name, value in NAMES.items() if isinstance(value, dict)} - {
         *("carried", "training_arguments", "unwarned_hooks")
     }
-    build = pytest.importorskip("docs.build_hooks")
+    build: Any = import_module("docs.build_hooks")
     for group in shown:
         table_of = build.table_of_hugging_face(group)
         assert all(f"`{name}`" in table_of for name in NAMES[group])

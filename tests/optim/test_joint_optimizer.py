@@ -276,9 +276,11 @@ def test_what_the_loop_gets() -> None:
     calls: list[str] = []
     handles = [joint.register_step_pre_hook(lambda *_: calls.append("before"))]
     handles.append(joint.register_step_post_hook(lambda *_: calls.append("after")))
+    handles.append(muon.register_step_post_hook(lambda *_: calls.append("Muon has stepped")))
+    handles.append(adamw.register_step_pre_hook(lambda *_: calls.append("AdamW steps")))
     module.loss(next(iter(data()))).backward()
     joint.step()
-    assert calls == ["before", "after"]
+    assert calls == ["before", "Muon has stepped", "AdamW steps", "after"]
     assert joint.state == {**muon.state, **adamw.state}
     for handle in handles:
         handle.remove()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -136,6 +137,14 @@ def test_bitsandbytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_missing_package_names_its_installation() -> None:
     module = TransformersModule(make_model("bert"), optim="lion", lr_scheduler_type="constant")
     with pytest.raises(MissingPackageError, match="pip install bitsandbytes"):
+        module.configure_optimizers()
+
+
+def test_a_package_that_cannot_be_imported_is_not_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "bitsandbytes.py").write_text("import a_package_that_it_needs\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = TransformersModule(make_model("bert"), optim="lion", lr_scheduler_type="constant")
+    with pytest.raises(ModuleNotFoundError, match="a_package_that_it_needs"):
         module.configure_optimizers()
 
 
