@@ -246,6 +246,19 @@ def test_a_shape_that_has_passed_runs_out_of_memory() -> None:
         train(Leaking())
 
 
+def test_what_passes_in_the_first_step_is_tried_again() -> None:
+    """The optimizer's state, which the first step creates, takes memory too."""
+
+    class Grows(Small):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            self.most = 4 if self.trainer.global_step == 0 else 2
+            return super().training_step(batch, batch_idx)
+
+    module = Grows()
+    train(module, max_epochs=1)
+    assert module.sizes[:5] == [4, 4, 4, 2, 2]
+
+
 def test_other_errors_are_raised() -> None:
     class Broken(Small):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:

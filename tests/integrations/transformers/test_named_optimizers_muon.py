@@ -41,7 +41,8 @@ def test_muon_has_the_hidden_matrices(kind: str, matrices: set[str]) -> None:
 
 def test_muon_has_no_head_that_lies_in_the_body() -> None:
     """T5 is its own `base_model`, so that only `get_output_embeddings` tells its head."""
-    model = make_model("t5", tie_word_embeddings=False)
+    model = make_model("t5")
+    model.lm_head = nn.Linear(16, 37)
     assert model.base_model is model
     muon = TransformersModule(model, optim="muon").configure_optimizers()[0]["optimizer"]
     assert all(p is not model.lm_head.weight for group in muon.param_groups for p in group["params"])
