@@ -599,14 +599,33 @@ class CheckpointHistory(Checkpoint):
         folders = [folder for folder in (state_dict["dirpath"], self.dirpath) if folder is not None]
         self._newest = _find(state_dict["last_model_path"], folders)
         best = _still_there(state_dict["best_k_models"], folders)
+        removed = [name for name in state_dict["best_k_models"] if not _find(name, folders)]
+        if removed:
+            best = {**self._saved_scores(), **best}
         displaced = _still_there(state_dict.get("displaced", {}), folders)
         if self._newest and not _may_be_best(self._newest):  # the checkpoint itself, which did not know
             best = {**displaced, **best}
         self._ranking = self._best_with("", None, best)
+        if removed:
+            now = next((f"the best of the others is {path}" for path in self._ranking), "there is no other with a value")
+            notice(f"ModelCheckpoint: {', '.join(removed)}, of the best by {self.monitor!r}, no longer exists; {now}.")
         self._displaced = displaced
         finite = [_find(name, folders) for name in state_dict.get("finite_paths", [state_dict["last_model_path"]])]
         self._finite = tuple(path for path in finite if _may_be_best(path))
         self.current_score = None if state_dict["current_score"] is None else score_of(state_dict["current_score"])
+
+    def _saved_scores(self) -> dict[str, Tensor]:
+        """The scores of the checkpoints next to the newest that its run has saved until then, the oldest first."""
+        newest = inspect_checkpoint(Path(self._newest))[0] if self._newest else None
+        if newest is None or self.monitor is None:
+            return {}
+        saved = self._list_saved(Path(self._newest).parent, newest.run_id).items()
+        ranked = sorted(
+            (one.save_counter, path, one.metrics[self.monitor])
+            for path, one in saved
+            if one.finite is not False and one.save_counter <= newest.save_counter and self.monitor in one.metrics
+        )
+        return {path: score_of(value) for _, path, value in ranked}
 
     def _relative_path(self, path: str) -> str:
         """Relative to `dirpath` if it is inside, so that the folder can be moved."""

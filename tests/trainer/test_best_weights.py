@@ -183,6 +183,35 @@ def test_the_run_resumes_from_the_last_state_all_the_same() -> None:
     assert steps(again) == steps(whole)
 
 
+def resumed(*values: float) -> tuple[Any, Scripted, Ended]:
+    """The same fit, resumed, with one epoch for each value."""
+    ended, module = Ended(), Scripted(*values)
+    trainer = saving(ended, restore_best="val_loss", max_epochs=len(values))
+    trainer.fit(module, tiny_loader(), tiny_loader(4), ckpt_path="auto")
+    return trainer, module, ended
+
+
+def test_a_best_checkpoint_that_was_removed_before_the_resume(caplog: pytest.LogCaptureFixture) -> None:
+    values = (3.0, 1.0, 2.0, 4.0)
+    first, _, _ = fitted(*values, restore_best="val_loss", max_epochs=3)
+    shutil.rmtree(first.checkpoint_callback.best_model_path)
+    trainer, module, _ = resumed(*values)
+    best = trainer.checkpoint_callback.best_model_path
+    assert (open_checkpoint(best).manifest.step, float(trainer.checkpoint_callback.best_model_score)) == (12, 2.0)
+    assert same(module.state_dict(), load_state_dict(best))
+    assert any(
+        "step-00000008, of the best by 'val_loss', no longer exists; the best of the others" in m for m in caplog.messages
+    )
+
+
+def test_a_best_checkpoint_that_was_removed_and_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    first, _, _ = fitted(1.0, math.nan, restore_best="val_loss", max_epochs=2)
+    shutil.rmtree(first.checkpoint_callback.best_model_path)
+    trainer, _, _ = resumed(1.0, math.nan, 5.0)
+    assert open_checkpoint(trainer.checkpoint_callback.best_model_path).manifest.step == 12
+    assert any("no longer exists; there is no other with a value" in message for message in caplog.messages)
+
+
 def test_a_run_that_had_ended_already() -> None:
     _, module, _ = fitted(3.0, 1.0, 2.0, restore_best="val_loss")
     trainer, again = saving(restore_best="val_loss"), Scripted(3.0, 1.0, 2.0)
@@ -396,6 +425,14 @@ def test_what_contradicts_it() -> None:
         saving(ModelCheckpoint(monitor="val_loss", save_top_k=0), restore_best="val_loss")
     with pytest.raises(ConfigurationError, match="configure_callbacks of the module has replaced it"):
         saving(restore_best="val_loss").fit(Replaces(1.0), tiny_loader(), tiny_loader(4))
+
+
+def test_two_callbacks_with_its_metric() -> None:
+    both = [ModelCheckpoint(monitor="val_loss"), ModelCheckpoint(monitor="val_loss", every_n_train_steps=4)]
+    with pytest.raises(ConfigurationError, match=r"restore_best='val_loss' is the metric of 2 callbacks, .* restore_best=best"):
+        fitted(1.0, callbacks=(*both,), restore_best="val_loss")
+    _, module, _ = fitted(3.0, 1.0, 2.0, callbacks=(*both,), restore_best=both[1], max_epochs=3)
+    assert same(module.state_dict(), load_state_dict(both[1].best_model_path))
 
 
 # ----------------------------------------------------------------------------------------------- save_total_limit

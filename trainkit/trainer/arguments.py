@@ -240,7 +240,8 @@ class TrainerArguments:
         restore_best: A metric, as passed to `self.log`, or a `ModelCheckpoint` with a `monitor`: after `fit` the module has the
             parameters and buffers of the best checkpoint. A run resumes from the last one all the same. A metric whose name
             ends in `loss` should be small, any other large; if not, pass a `ModelCheckpoint` with its `mode`. Adds a
-            `ModelCheckpoint`, unless `callbacks` has one that monitors the metric. A fit that a signal stops restores nothing.
+            `ModelCheckpoint`, unless `callbacks` has one that monitors the metric; if it has several, pass one of them. A fit
+            that a signal stops restores nothing.
         save_total_limit: Maximum number of checkpoints that `ModelCheckpoint` keeps of a run, the best ones and the newest
             included, instead of its `keep_last`. If 1, and the newest is not the best, it keeps both.
         checksum: How the files of checkpoints are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone

@@ -53,18 +53,7 @@ def check_best(arguments: TrainerArguments, callbacks: Iterable[Callback]) -> No
     """
     known = _checkpoint_callbacks(callbacks)
     if arguments.restore_best is not None:
-        keeper = _keeper(arguments, known)
-        if keeper is None:
-            raise ConfigurationError(
-                f"{_argument(arguments)} needs a ModelCheckpoint that keeps the best checkpoint, and there is none: "
-                "enable_checkpointing=False, or configure_callbacks of the module has replaced it. Remove that, or return from "
-                f"configure_callbacks: ModelCheckpoint(monitor={_metric(arguments)!r})"
-            )
-        if keeper.save_top_k == 0:
-            raise ConfigurationError(
-                f"{_argument(arguments)} needs the best checkpoint, and ModelCheckpoint(save_top_k=0) ranks none. Fix: "
-                f"ModelCheckpoint(monitor={_metric(arguments)!r}, save_top_k=1)"
-            )
+        _check_keeper(arguments, known)
     limit = arguments.save_total_limit
     if limit is None:
         return
@@ -80,6 +69,28 @@ def check_best(arguments: TrainerArguments, callbacks: Iterable[Callback]) -> No
         argument = f"keep_last={one.keep_last}" if one.keep_last == -1 else f"save_top_k={top}"
         raise ConfigurationError(
             f"save_total_limit={limit} and ModelCheckpoint({argument}) contradict each other. Remove one of them."
+        )
+
+
+def _check_keeper(arguments: TrainerArguments, known: Sequence[Any]) -> None:
+    keeper = _keeper(arguments, known)
+    if keeper is None:
+        raise ConfigurationError(
+            f"{_argument(arguments)} needs a ModelCheckpoint that keeps the best checkpoint, and there is none: "
+            "enable_checkpointing=False, or configure_callbacks of the module has replaced it. Remove that, or return from "
+            f"configure_callbacks: ModelCheckpoint(monitor={_metric(arguments)!r})"
+        )
+    same = [one.state_key for one in known if one.monitor == arguments.restore_best]
+    if len(same) > 1:
+        raise ConfigurationError(
+            f"{_argument(arguments)} is the metric of {len(same)} callbacks, which may have different best checkpoints: "
+            f"{', '.join(same)}. Pass the one to restore: best = ModelCheckpoint(...), restore_best=best, "
+            "callbacks=[best, ...]"
+        )
+    if keeper.save_top_k == 0:
+        raise ConfigurationError(
+            f"{_argument(arguments)} needs the best checkpoint, and ModelCheckpoint(save_top_k=0) ranks none. Fix: "
+            f"ModelCheckpoint(monitor={_metric(arguments)!r}, save_top_k=1)"
         )
 
 
