@@ -88,8 +88,8 @@ class ModelCheckpoint(CheckpointHistory):
             so.
         keep_last: Number of the newest checkpoints to keep that are not among the best; -1: all. 0: save only the best. Other
             numbers are replaced by `Trainer(save_total_limit=)`, which counts the best ones too.
-        save: `"all"` of the model, or `"trainable"`: trained parameters, buffers and a fingerprint of the others. None:
-            `"trainable"` for a model with PEFT adapters.
+        save: `"all"` of the model, or `"trainable"`: trained parameters, buffers and a fingerprint of the others; of a PEFT
+            model whose vocabulary was resized also the embeddings. None: `"trainable"` for a model with PEFT adapters.
         checksum: How its files are checked: `"xxh3-128"` finds damage; `"sha256"`, slower, also what someone replaces.
             None: `Trainer(checksum=)`.
         also: `"ckpt"`: keep a file `<filename>.ckpt` next to each checkpoint, for programs that read weights with

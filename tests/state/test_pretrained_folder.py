@@ -212,6 +212,40 @@ def test_an_adapter_is_resumed_bit_for_bit(run_dir: Path) -> None:
     assert equal(adapted("resumed", steps=6, ckpt_path="half"), whole)
 
 
+class Resized(Classifier):
+    """Trains adapters of a model in a folder, to whose vocabulary it adds tokens, with values that no other process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        base = transformers.BertForSequenceClassification.from_pretrained("base")
+        base.resize_token_embeddings(54, mean_resizing=False)
+        self.model = lora(base, modules_to_save=["classifier"]).train()
+
+
+@pytest.mark.parametrize("kind", ["auto", "fsdp", ZERO3])
+def test_the_embeddings_of_added_tokens_are_part_of_the_adapter(kind: str, run_dir: Path) -> None:
+    peft = pytest.importorskip("peft")
+    bert().save_pretrained("base")
+    if kind == "auto":
+        fit(Resized, kind, 3, "saved")
+    else:
+        run_world(2, fit, Resized, kind, 3, "saved")
+    stored = load_file("saved/adapter_model.safetensors")
+    rows = stored["base_model.model.bert.embeddings.word_embeddings.weight"]
+    assert rows.shape == (54, 16)
+    fresh = transformers.BertForSequenceClassification.from_pretrained("base")
+    fresh.resize_token_embeddings(54, mean_resizing=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        found = peft.PeftModel.from_pretrained(fresh, "saved")
+    weights = inside(trainkit.load_state_dict("saved"))
+    assert equal({name: tensor for name, tensor in found.state_dict().items() if name in weights}, weights)
+    resumed = inside(fit(Resized, "auto", 3, "again", ckpt_path="saved"))
+    assert equal({name: tensor for name, tensor in resumed.items() if name in weights}, weights)
+    assert main(["checkpoint", "export", "saved", "exported", "--attribute", "model"]) == 0
+    assert equal(load_file("exported/adapter_model.safetensors"), stored)
+
+
 def test_of_two_adapters_one_is_in_the_folder_itself(run_dir: Path) -> None:
     peft = pytest.importorskip("peft")
     base = bert()

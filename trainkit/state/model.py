@@ -17,7 +17,7 @@ from trainkit.checkpoint.tensor_file import memory_key, split_tied
 from trainkit.console import join_names, quantity
 from trainkit.errors import ConfigurationError, CorruptCheckpointError, StateMismatchError
 from trainkit.optim.parameter_names import clean_paths, without_checkpoint_wrapper
-from trainkit.state.pretrained import model_configs
+from trainkit.state.pretrained import embedding_names, model_configs
 from trainkit.state.saved_values import castable, copy_value, same_bits
 from trainkit.tagged_json.tensors import ShardedTensor, is_sharded_tensor
 
@@ -81,7 +81,7 @@ def capture_model(
     frozen: set[str] = set()
     if save == "trainable":
         state.fingerprint = fingerprint_frozen(module, placeholders) if fingerprint is None else fingerprint
-        frozen = _find_frozen(state)
+        frozen = _find_frozen(state) - embedding_names(state.configs)
     tensors: dict[str, Tensor] = {}
     for raw_name, value in raw.items():
         name = names[raw_name]
@@ -138,7 +138,7 @@ def plan_model(
     comparison = _Comparison(sources, state, strict)
     comparison.compare(module, raw, names)
     if state.fingerprint is not None and not comparison.complaints():
-        _check_base(parameters, _find_frozen(state), state.fingerprint, what, placeholders)
+        _check_base(parameters, _find_not_stored(state), state.fingerprint, what, placeholders)
     if comparison.complaints():
         raise comparison.error(f"{what} does not fit {type(module).__name__}")
 
@@ -191,8 +191,9 @@ def fingerprint_frozen(module: nn.Module, placeholders: Mapping[int, Tensor] | N
 
     Compute it again when other parameters are frozen. It reads all frozen parameters, at about a gigabyte per second.
     """
-    parameters = _parameters(module)
-    return _fingerprint({name: p for name, p in parameters.items() if not p.requires_grad}, placeholders)
+    parameters, stored = _parameters(module), embedding_names(model_configs(module))
+    frozen = {name: p for name, p in parameters.items() if not p.requires_grad and name not in stored}
+    return _fingerprint(frozen, placeholders)
 
 
 def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -203,6 +204,11 @@ def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def _find_frozen(state: ModelState) -> set[str]:
     return {name for name, trained in state.trained.items() if not trained}
+
+
+def _find_not_stored(state: ModelState) -> set[str]:
+    """The frozen parameters that a state with a fingerprint does not have."""
+    return _find_frozen(state) - state.tensors.keys() - state.aliases.keys()
 
 
 def _is_extra(name: str, value: Any) -> bool:
@@ -365,7 +371,7 @@ class _Comparison:
         self._sources = sources
         self._state = state
         self._strict = strict
-        self._not_stored = set() if state.fingerprint is None else _find_frozen(state)
+        self._not_stored = set() if state.fingerprint is None else _find_not_stored(state)
         self._missing: list[str] = []
         self._unexpected: list[str] = []
         self._problems: list[str] = []

@@ -18,7 +18,15 @@ from trainkit.optim.parameter_names import clean_paths
 if TYPE_CHECKING:
     from trainkit.state.model import ModelState
 
-__all__ = ["adapter_config", "adapter_folders", "adapter_names", "adapters_of", "has_adapters", "model_configs"]
+__all__ = [
+    "adapter_config",
+    "adapter_folders",
+    "adapter_names",
+    "adapters_of",
+    "embedding_names",
+    "has_adapters",
+    "model_configs",
+]
 
 
 def has_adapters(module: nn.Module) -> bool:
@@ -33,7 +41,8 @@ def model_configs(module: nn.Module) -> dict[str, dict[str, Any]]:
         JSON values. For a `transformers` model: `{"kind": "transformers", "config": content of config.json,
         "generation_config": content of generation_config.json or None}`, and `"adapters"` with their configurations by
         name if it has adapters itself. For a PEFT model: `{"kind": "peft", "config": {adapter: content of
-        adapter_config.json}}`; the model in it has its own entry. Models inside a `transformers` model have no entry.
+        adapter_config.json}}`; the model in it has its own entry. Models inside a `transformers` model have no entry. A
+        model with adapters whose vocabulary was resized has `"embeddings"`, the names of the parameters of its embeddings.
 
     Raises:
         UnsavableError: A configuration is not JSON.
@@ -43,7 +52,7 @@ def model_configs(module: nn.Module) -> dict[str, dict[str, Any]]:
     configs = {}
     for raw, part in models.items():
         try:
-            configs[paths[raw]] = _describe(part)
+            configs[paths[raw]] = _describe(part) | _describe_embeddings(part)
         except (TypeError, ValueError) as error:
             name = f"{raw} ({type(part).__name__})" if raw else type(part).__name__
             raise UnsavableError(
@@ -102,6 +111,33 @@ def _describe(module: Any) -> dict[str, Any]:
     return description
 
 
+def _describe_embeddings(module: Any) -> dict[str, list[str]]:
+    """The embeddings of a model with adapters, if its vocabulary is not that of its base, whose weights lack the new rows."""
+    adapters = getattr(module, "peft_config", None)
+    if not isinstance(adapters, Mapping) or not _has(getattr(module, "config", None), "get_text_config"):
+        return {}
+    base = next((config.base_model_name_or_path for config in adapters.values()), None)
+    size = _vocabulary(module.config)
+    if size is None or not base or _vocabulary_of(type(module.config), str(base)) in (None, size):
+        return {}
+    layers = (module.get_input_embeddings(), module.get_output_embeddings())
+    parameters = {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
+    names = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in parameters]
+    return {"embeddings": sorted(clean_paths(module, names).values())}
+
+
+def _vocabulary(config: Any) -> int | None:
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def _vocabulary_of(kind: Any, base: str) -> int | None:
+    """The size of the vocabulary of a base model; None if its configuration is not on this machine."""
+    try:
+        return _vocabulary(kind.from_pretrained(base, local_files_only=True))
+    except (OSError, ValueError):
+        return None
+
+
 def _class_of(module: nn.Module) -> type:
     """The class of a model, without the one that `fully_shard` has derived from it."""
     return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("torch.distributed."))
@@ -158,7 +194,7 @@ def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Map
     """The adapters of a model, and the prefix of PEFT's names for its parameters.
 
     Args:
-        configs: The configurations of the models in it, see `trainkit.state.configs.model_configs`.
+        configs: The configurations of the models in it, see `model_configs`.
 
     Returns:
         The configurations by name of the adapter; empty if the model itself is not a `PeftModel` and has no adapters added.
@@ -170,17 +206,18 @@ def adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Map
     return by_name, "" if is_peft else "base_model.model."
 
 
-def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def adapter_names(names: Collection[str], adapter: str, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The parameters of an adapter: name in the model → name in PEFT's file, which does not contain the adapter's name.
 
     Args:
         names: Names of all parameters of the model.
         adapter: Name of the adapter.
-        adapters: The configurations of all adapters, by name.
+        configs: The configurations of the models in it, see `model_configs`.
 
     Raises:
         ConfigurationError: Trainkit does not know how this PEFT method names its parameters.
     """
+    adapters, _ = adapters_of(configs)
     config, others = adapters[adapter], [name for name in adapters if name != adapter]
     method = str(config.get("peft_type"))
     if method not in _PREFIXES or not re.fullmatch(r"[A-Za-z0-9_-]+", adapter):
@@ -194,7 +231,8 @@ def adapter_names(names: Collection[str], adapter: str, adapters: Mapping[str, M
     saved_names = {
         name: saved for name in of_adapter if (saved := _name_in_file(name.split("."), adapter, prefixes)) is not None
     }
-    return saved_names | _biases(names, [*saved_names], str(config.get("bias", "none")))
+    embeddings = {name: name for name in configs[""].get("embeddings", ()) if name in names}
+    return embeddings | saved_names | _biases(names, [*saved_names], str(config.get("bias", "none")))
 
 
 def _name_in_file(path: list[str], adapter: str, prefixes: tuple[str, ...]) -> str | None:
@@ -224,6 +262,15 @@ def _biases(names: Collection[str], saved: list[str], bias: str) -> dict[str, st
     return {n: n for n in names if n.endswith(".bias") and n not in saved and (bias == "all" or n.startswith(layers))}
 
 
+def embedding_names(configs: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """The parameters of embeddings that a base does not have, because the vocabulary was resized; stored like trained ones.
+
+    Args:
+        configs: The configurations of the models in a module, see `model_configs`.
+    """
+    return {f"{path}.{name}" if path else name for path, one in configs.items() for name in one.get("embeddings", ())}
+
+
 def adapter_config(config: Mapping[str, Any], configs: Mapping[str, Mapping[str, Any]]) -> bytes:
     """The content of PEFT's `adapter_config.json`: for inference, with the name of the base model if it has one."""
     values = {**config, "inference_mode": True}
@@ -247,6 +294,6 @@ def adapter_folders(state: ModelState) -> dict[str, tuple[dict[str, Tensor], byt
     tensors = {**state.tensors, **{alias: state.tensors[stored] for alias, stored in state.aliases.items()}}
     folders = {}
     for adapter, config in adapters.items():
-        weights = {start + new: tensors[name] for name, new in adapter_names(tensors, adapter, adapters).items()}
+        weights = {start + new: tensors[name] for name, new in adapter_names(tensors, adapter, state.configs).items()}
         folders["" if adapter == "default" else adapter] = weights, adapter_config(config, state.configs)
     return folders

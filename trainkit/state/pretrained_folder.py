@@ -141,7 +141,7 @@ def _adapter(names: Collection[str], configs: Mapping[str, Mapping[str, Any]]) -
     """Of the adapter that PEFT finds in the folder itself: name in PEFT's file → name in the model."""
     adapters, start = adapters_of(configs)
     try:
-        saved_names = adapter_names(names, _first(adapters), adapters)
+        saved_names = adapter_names(names, _first(adapters), configs)
     except ConfigurationError:  # another method; PEFT raises an error, since there is no adapter_config.json
         return {}
     return {start + saved: name for name, saved in saved_names.items()}

@@ -532,7 +532,7 @@ def _peft(module: ExportedModule) -> dict[str, ExportFolder]:
     folders: dict[str, ExportFolder] = {}
     lost: list[str] = []
     for adapter, config in adapters.items():
-        names = adapter_names([*tensors, *module.missing_frozen], adapter, adapters)
+        names = adapter_names([*tensors, *module.missing_frozen], adapter, module.configs)
         missing = [name for name in names if name not in tensors]
         if not names or len(missing) == len(names):
             lost.append(adapter)
