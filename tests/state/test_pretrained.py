@@ -154,6 +154,21 @@ def test_its_configuration_opens_with_peft(run_dir: Path) -> None:
     assert set(opened.target_modules) == {"c_attn"}
 
 
+def test_a_mixed_model_is_described_and_restored() -> None:
+    peft = pytest.importorskip("peft")
+
+    def mixed(seed: int) -> Any:
+        model = gpt2()
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True, init_lora_weights=False)
+        return peft.PeftMixedModel(model, config)
+
+    state, other = stored(mixed(0), "trainable"), mixed(1)
+    assert state.configs[""]["config"]["default"]["r"] == 2
+    assert restore_model(other, state, what=WHAT) == []
+    assert torch.equal(other(IDS).logits, mixed(0)(IDS).logits)
+
+
 def test_another_base_is_refused() -> None:
     state = stored(lora(), "trainable")
     other = lora(base=1)

@@ -145,7 +145,7 @@ def _class_of(module: nn.Module) -> type:
 
 def _with_base(config: dict[str, Any], model: Any) -> dict[str, Any]:
     """The configuration of an adapter with what `save_pretrained` of PEFT adds: the class of the base model."""
-    if config.get("task_type") is not None:
+    if config.get("task_type") is not None or not _has(model, "get_base_model"):  # a PeftMixedModel has no such method
         return config
     base = _class_of(model.get_base_model())
     return {**config, "auto_mapping": {"base_model_class": base.__name__, "parent_library": base.__module__}}
