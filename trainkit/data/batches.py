@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainkit.console import with_article
+from trainkit.console import quantity, with_article
 from trainkit.data.micro_batches import MicroBatch
 from trainkit.errors import DataError, ModuleError
-from trainkit.nested import batch_size, leaves, rebuild
+from trainkit.nested import batch_size, first_tensor, leaves, rebuild
 
 __all__ = [
     "SMALL",
@@ -156,6 +156,10 @@ def split(batch: Any, parts: int) -> list[Any]:
     Raises:
         DataError: it cannot be split; the message names what.
     """
+    if first_tensor(batch) is None:
+        raise DataError(
+            "a batch contains no tensor with a batch dimension, so it cannot be split. Return tensors of shape [batch, …]."
+        )
     samples = batch_size(batch)
     small, larger = divmod(samples, parts)
     ends = [small * part + min(part, larger) for part in range(parts + 1)]
@@ -169,6 +173,8 @@ def _slice(batch: Any, begin: int, end: int, samples: int) -> Any:
         _check_samples(batch, samples)
         return batch[begin:end]
     if _is_list_of_samples(batch, samples) or (isinstance(batch, np.ndarray) and batch.ndim and len(batch) == samples):
+        return batch[begin:end]
+    if _is_list_of_rows(batch, samples):
         return batch[begin:end]
     if isinstance(batch, Mapping | list | tuple) or (dataclasses.is_dataclass(batch) and not isinstance(batch, type)):
         return rebuild(batch, lambda item: _slice(item, begin, end, samples))
@@ -241,8 +247,9 @@ def _concatenate_tensors(batches: Sequence[Any]) -> Tensor:
 def _check_samples(tensor: Tensor, size: int) -> None:
     if len(tensor) != size:
         raise DataError(
-            f"a batch of {size} samples contains a tensor of shape {tuple(tensor.shape)}, whose first dimension is not the "
-            "batch dimension, so it cannot be split. Return tensors of shape [batch, …], or compute it in the step."
+            f"a batch of {quantity(size, 'sample')} contains a tensor of shape {tuple(tensor.shape)}, whose first dimension is "
+            "not the batch dimension, so it cannot be split. Return tensors of shape [batch, …], or compute it in the step. "
+            "The first tensor of the batch gives the number of samples."
         )
 
 
@@ -251,6 +258,33 @@ def _is_list_of_samples(value: Any, size: int) -> bool:
     return plain and not any(
         isinstance(item, Tensor | Mapping | list | tuple) or dataclasses.is_dataclass(item) for item in value
     )
+
+
+def _is_list_of_rows(value: Any, size: int) -> bool:
+    """Whether a list has a list, tuple or dict of numbers and strings for each sample, as a `collate_fn` of your own returns.
+
+    Raises:
+        DataError: Its items may as well be columns with one number for each sample.
+    """
+    plain = isinstance(value, list | tuple) and not hasattr(value, "_fields") and len(value) == size
+    if not plain or not all(isinstance(item, Mapping | list | tuple) for item in value):
+        return False
+    if any(isinstance(leaf, Tensor | np.ndarray) for leaf in leaves(value)):
+        return False
+    if all(_has_list_of_samples(item, size) for item in value):
+        raise DataError(
+            f"a batch of {size} samples contains a {type(value).__name__} of {size} items with lists of {size} in each, so it "
+            "is not clear what belongs to one sample, and it cannot be split. Return it as a tensor of shape [batch, …]."
+        )
+    return True
+
+
+def _has_list_of_samples(value: Any, size: int) -> bool:
+    if isinstance(value, Mapping):
+        return any(_has_list_of_samples(item, size) for item in value.values())
+    if isinstance(value, list | tuple):
+        return _is_list_of_samples(value, size) or any(_has_list_of_samples(item, size) for item in value)
+    return False
 
 
 def _equal(one: Any, other: Any) -> bool:
