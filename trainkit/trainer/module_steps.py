@@ -131,7 +131,11 @@ class Effects:
     """
 
     def __init__(self, module: nn.Module, copy: Callable[[Tensor], Tensor] = torch.clone) -> None:
-        self._buffers = [(buffer, copy(buffer)) for buffer in module.buffers()]
+        self._buffers = [
+            (owner, name, buffer, None if buffer is None else (copy(buffer), buffer._version))
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+        ]
         objects = metric_objects(module).values()
         # These states change in place.
         self._states = [(metric, map_tensors(object_state(metric), torch.clone)) for metric in objects]
@@ -141,8 +145,20 @@ class Effects:
         for metric, state in self._states:
             set_state(metric, state)
         with torch.no_grad():
-            for buffer, value in self._buffers:
-                buffer.copy_(value)
+            for owner, name, buffer, kept in self._buffers:
+                if owner._buffers.get(name) is not buffer:  # the step has assigned another tensor
+                    owner._buffers[name] = buffer
+                if buffer is not None and kept is not None:
+                    buffer.copy_(kept[0])
+
+    def changed_buffers(self) -> list[str]:
+        """The names of the buffers that have changed since, each in its own layer."""
+        return [
+            f"{type(owner).__name__}.{name}"
+            for owner, name, buffer, kept in self._buffers
+            if owner._buffers.get(name) is not buffer
+            or (buffer is not None and kept is not None and buffer._version != kept[1])
+        ]
 
 
 @contextmanager
