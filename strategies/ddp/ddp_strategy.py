@@ -321,15 +321,23 @@ class DDPStrategy(ProcessStrategy):
         return replace(alone, moments=moments)
 
     def all_gather(self, data: Any, sync_grads: bool = False, alike: bool = False) -> Any:
-        if self.micro_batch.alone and self._stepping and not self._alone:
-            raise ConfigurationError(
-                "all_gather was called in training_step with auto_micro_batch=True, where a rank whose memory runs out calls "
-                "training_step more often than the others, which would wait forever. Gather in on_train_batch_end, or remove "
-                "auto_micro_batch."
-            )
+        self._refuse_in_parts("all_gather")
         if self.micro_batch.uneven and not self._alone:
             self._refuse_uneven(data, sync_grads)
         return super().all_gather(data, sync_grads, alike)
+
+    def barrier_for(self, verb: str) -> None:
+        self._refuse_in_parts(verb)
+        super().barrier_for(verb)
+
+    def _refuse_in_parts(self, verb: str) -> None:
+        """Raise an error in a `training_step` that other ranks may call less often."""
+        if self.micro_batch.alone and self._stepping and not self._alone:
+            raise ConfigurationError(
+                f"{verb} was called in training_step with auto_micro_batch=True, where a rank whose memory runs out calls "
+                "training_step more often than the others, which would wait forever. Call it in on_train_batch_end, or remove "
+                "auto_micro_batch."
+            )
 
     def _refuse_uneven(self, data: Any, sync_grads: bool) -> None:
         """Raise an error where ranks without a micro-batch do not participate: in `training_step` and in its backward."""
