@@ -32,6 +32,7 @@ from trainkit.errors import (
     NonFiniteError,
     Preempted,
     ProcessFailedError,
+    TrainkitError,
     make_instance,
 )
 from trainkit.metrics.store import MetricResults, Scope
@@ -55,6 +56,7 @@ from trainkit.trainer.safe_points import Signals, requeue
 from trainkit.trainer.save_policy import SavePolicy
 from trainkit.trainer.setup import begin_compiling, refuse_incomplete, unwrap_compiled
 from trainkit.trainer.states import TrainerFn
+from trainkit.tuner.executable_batch_size import is_out_of_memory
 
 if TYPE_CHECKING:
     from trainkit.loggers.base import Logger
@@ -424,6 +426,17 @@ class interruptible:  # noqa: N801 - used as a function, like contextlib's own
             if self._signals.received is not None and not self._signals.twice:
                 ending.__cause__, ending.__suppress_context__ = None, True
                 ending.__traceback__ = user_frames(ending.__traceback__)
+        elif isinstance(ending, Exception) and not isinstance(ending, TrainkitError) and is_out_of_memory(ending):
+            notice(f"memory ran out at step {trainer.global_step}. {_what_needs_less(trainer)}", everywhere=True)
+
+
+def _what_needs_less(trainer: Trainer) -> str:
+    splits = trainer.strategy.info.splits_micro_batches and trainer._run.module.automatic_optimization
+    if splits and not trainer._arguments.auto_micro_batch:
+        less = "Trainer(auto_micro_batch=True) runs a micro-batch that does not fit in parts, with the same gradients"
+    else:
+        less = "Use a smaller batch_size with a larger accumulate_grad_batches, or Trainer(activation_checkpointing=True)"
+    return f"{less}; in a validation, use a smaller batch_size."
 
 
 @contextmanager
