@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import weakref
 from typing import Any
 
@@ -11,12 +13,14 @@ import torch
 import torchmetrics
 from helpers.runs.tiny import ManualModule, TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer, parameters_of
+from helpers.worlds.worlds import run_world, start_world
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from trainkit import Callback, TrainModule
+from trainkit.callbacks import ModelCheckpoint
 from trainkit.data.batches import split
-from trainkit.errors import ConfigurationError, DataError, OutOfMemoryError
+from trainkit.errors import ConfigurationError, DataError, LossError, OutOfMemoryError
 from trainkit.strategies.ddp import DDPStrategy
 
 WHERE = ("forward", "backward")
@@ -61,7 +65,8 @@ class Small(TrainModule):
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
         inputs, tokens = batch["inputs"], batch.pop("tokens")
-        self.sizes.append(len(inputs))
+        if torch.is_grad_enabled():  # not where losses are compared
+            self.sizes.append(len(inputs))
         self.calls += 1
         hidden = self.dropout(self.first(inputs).relu())
         if len(inputs) > self.most:
@@ -219,7 +224,8 @@ def test_memory_runs_out_in_a_later_micro_batch_of_a_window(where: str) -> None:
 def test_each_part_has_random_numbers_of_its_own() -> None:
     class Draw(Small):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-            drawn.append(float(torch.rand(())))
+            if torch.is_grad_enabled():
+                drawn.append(float(torch.rand(())))
             return super().training_step(batch, batch_idx)
 
     drawn: list[float] = []
@@ -259,6 +265,133 @@ def test_what_passes_in_the_first_step_is_tried_again() -> None:
     assert module.sizes[:5] == [4, 4, 4, 2, 2]
 
 
+class SumOfSamples(Small):
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx)["loss"] * len(batch["inputs"])
+
+
+class Contrastive(Small):
+    """Compares each sample with all others."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+        features = nn.functional.normalize(self.first(batch["inputs"]))
+        return nn.functional.cross_entropy(features @ features.T, torch.arange(len(features)))
+
+
+class CountsSamples(Small):
+    """Its loss is a weighted mean, of whose weights batch_weight knows nothing."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        return super().training_step({**batch, "tokens": batch["inputs"][:, 0].exp()}, batch_idx)
+
+    def batch_weight(self, batch: dict[str, Any]) -> float:
+        return float(len(batch["inputs"]))
+
+
+@pytest.mark.parametrize("kind", [SumOfSamples, Contrastive, CountsSamples])
+def test_a_loss_that_is_no_mean_is_refused_when_it_would_be_split(kind: type[Small]) -> None:
+    train(kind(), max_steps=1)  # nothing is split
+    with pytest.raises(LossError, match=r"the loss of 2 samples is .*the mean loss of their two halves is .*batch_weight"):
+        train(kind(most=2), max_steps=1)
+
+
+def test_losses_with_random_numbers_are_not_compared() -> None:
+    class Noisy(Small):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx)["loss"] * torch.rand(())
+
+    assert train(Noisy(most=2)).global_step > 0
+
+
+def test_the_comparison_leaves_no_trace() -> None:
+    """Modes, metrics and buffers are as before; a step that does not run in eval mode is not compared."""
+
+    class Trained(Small):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            if not self.training:
+                raise RuntimeError("in eval mode")
+            assert not self.dropout.training
+            return super().training_step(batch, batch_idx)
+
+    module, whole = fresh(most=2, dropout=0.9), fresh()
+    kinds = [(module, whole), (Trained(most=2, dropout=0.9), Trained())]
+    for split_one, one in kinds:
+        split_one.dropout.eval()
+        one.dropout.eval()
+        one.load_state_dict(split_one.state_dict())
+        assert seen_last(train(split_one)).keys() == seen_last(train(one)).keys()
+        assert split_one.training
+        assert not split_one.dropout.training
+        close(parameters_of(split_one)["first.weight"], parameters_of(one)["first.weight"])
+
+
+def test_hooks_after_the_backward_pass_see_the_gradient_of_the_whole() -> None:
+    class Clipping(Small):
+        def on_after_backward(self) -> None:
+            self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.05)))
+
+    whole, module = Clipping(), Clipping(most=2)
+    module.load_state_dict(whole.state_dict())
+    whole.norms, module.norms = [], []
+    train(whole)
+    train(module)
+    close(torch.tensor(module.norms), torch.tensor(whole.norms))
+    close(parameters_of(module)["first.weight"], parameters_of(whole)["first.weight"])
+
+
+def test_a_failed_try_restores_buffers_that_the_step_replaces(caplog: pytest.LogCaptureFixture) -> None:
+    class Replacing(Small):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            self.total = self.total + len(batch["inputs"])
+            return super().training_step(batch, batch_idx)
+
+    module = Replacing(most=2)
+    module.register_buffer("total", torch.zeros(()))
+    train(module)
+    assert module.total == 60  # 30 samples in each of two epochs
+    assert caplog.text.count("training_step changes Replacing.calls, Replacing.total: in a split micro-batch each part") == 1
+
+
+def test_counts_in_the_outputs_are_not_averaged(caplog: pytest.LogCaptureFixture) -> None:
+    class Counting(Small):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+            return {**super().training_step(batch, batch_idx), "samples": len(batch["inputs"])}
+
+    watch = Watch()
+    train(Counting(most=2), watch, max_steps=1)
+    assert watch.outputs[0]["samples"] == [2, 2]
+    assert "training_step returned 'samples', whose values of the parts" in caplog.text
+
+
+def test_batch_norm_that_is_trained_later_is_refused() -> None:
+    class Later(Normed):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if torch.is_grad_enabled() and len(batch[0]) > 2:
+                self.norm.train()
+                raise torch.OutOfMemoryError("out of memory")
+            return self(batch[0]).mean()
+
+    module = Later()
+    module.norm.eval()
+    with pytest.raises(ConfigurationError, match=r"does not work with norm \(BatchNorm1d\)"):
+        refused(module)
+
+
+def test_without_it_a_line_says_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(torch.OutOfMemoryError):
+        train(fresh(most=2), auto_micro_batch=False)
+    assert caplog.text.count("memory ran out at step 0. Trainer(auto_micro_batch=True) runs a micro-batch that does not") == 1
+
+    class Validating(TinyModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        make_trainer(auto_micro_batch=True).fit(Validating(), tiny_loader(), tiny_loader())
+    assert "memory ran out at step 4. Use a smaller batch_size with a larger" in caplog.text
+
+
 def test_other_errors_are_raised() -> None:
     class Broken(Small):
         def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
@@ -277,7 +410,8 @@ class Sizes(Small):
         self.shapes: list[tuple[int, ...]] = []
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.shapes.append(tuple(batch.shape))
+        if torch.is_grad_enabled():
+            self.shapes.append(tuple(batch.shape))
         if batch.numel() > self.elements:
             torch.empty(1 << 62, dtype=torch.uint8)  # the CPU's allocator raises its own error
         return self.second(self.first(batch.reshape(-1, 4)).relu()).mean()
@@ -320,6 +454,37 @@ def test_what_cannot_be_split(more: Any, message: str) -> None:
     trainer = make_trainer(auto_micro_batch=True)
     with pytest.raises(DataError, match=rf"a micro-batch ran out of memory, and a batch .*{message}"):
         trainer.fit(Everything(), [[torch.ones(4, 4), more]])
+
+
+def test_what_has_no_samples_to_split() -> None:
+    class Words(Everything):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+            return super().training_step([torch.ones(4, 4)], batch_idx)
+
+    trainer = make_trainer(auto_micro_batch=True)
+    with pytest.raises(DataError, match="ran out of memory, and a batch contains no tensor with a batch dimension"):
+        trainer.fit(Words(), [["a", "b", "c", "d"]])
+    with pytest.raises(DataError, match=r"a batch of 1 sample contains a tensor of shape \(4, 4\)"):
+        trainer.fit(Words(), [{"positions": torch.arange(4)[None], "inputs": torch.ones(4, 4)}])
+
+
+@pytest.mark.parametrize(
+    ("rows", "second"),
+    [
+        ([[1, 2], [3], [4, 5, 6]], [[4, 5, 6]]),
+        ([[[1], [2]], [[3]], []], [[]]),
+        ([{"id": 1}, {"id": 2}, {"id": "x"}], [{"id": "x"}]),
+        (([1, 2, 3], ["a", "b", "c"]), ([3], ["c"])),  # columns
+        ([["a", "b", "c"], ["d"]], [["c"], ["d"]]),
+    ],
+)
+def test_lists_with_an_item_for_each_sample_are_split(rows: Any, second: Any) -> None:
+    assert split({"inputs": torch.ones(3, 2), "rows": rows}, 2)[1]["rows"] == second
+
+
+def test_lists_that_may_be_rows_or_columns_are_refused() -> None:
+    with pytest.raises(DataError, match="a list of 2 items with lists of 2 in each, so it is not clear"):
+        split([torch.ones(2, 3), [[1, 2], [3, 4]]], 2)
 
 
 def test_parts_are_whole_samples() -> None:
@@ -437,7 +602,8 @@ class OnOneRank(Small):
     """Runs out of memory on rank 1 only, with more than `most` elements."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        self.sizes.append(len(batch))
+        if torch.is_grad_enabled():
+            self.sizes.append(len(batch))
         self.calls += 1
         hidden = self.dropout(self.first(batch.unflatten(1, (-1, 4))).relu())
         if self.trainer.global_rank == 1 and batch.numel() > self.most:
@@ -512,12 +678,75 @@ def test_ranks_agree_before_a_checkpoint_is_saved(tmp_path: Any) -> None:
     assert limits[0] == limits[1] is not None
 
 
+class Killed(Callback):
+    """Kills rank 1 in the middle of a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_in(folder: str, most: float, kill_at: int = -1, devices: int = 2, sharing: bool = False) -> dict[str, Any]:
+    """Train on all processes from the newest checkpoint in `folder`; returns the losses by step, and the parameters."""
+    torch.manual_seed(7)
+    module, watch = OnOneRank(most=most, dropout=0.0 if sharing else 0.5), Watch()
+    trainer = make_trainer(
+        *(watch, Killed(kill_at), ModelCheckpoint(every_n_train_steps=2)),
+        max_epochs=2,
+        accumulate_grad_batches=2 if devices == 1 and sharing else 1,
+        log_every_n_steps=1,
+        auto_micro_batch=True,
+        strategy="ddp",
+        devices=devices,
+        default_root_dir=folder,
+        enable_checkpointing=True,
+    )
+    trainer.fit(module, lengths(), ckpt_path="auto")
+    losses = [float(one["loss"]) for one in watch.outputs]
+    parameters = {name: value.tolist() for name, value in parameters_of(module).items() if name != "calls"}
+    return {"losses": losses, "parameters": parameters, "limit": trainer._run.progress.largest_part, "sizes": module.sizes}
+
+
+def test_a_killed_run_on_two_ranks_is_resumed_bit_for_bit() -> None:
+    """Rank 1 has split, and is killed; both are started again."""
+    through = run_world(2, train_in, "through", 30)
+    ends = start_world(2, train_in, "killed", 30, 4).ends()
+    assert ends[1] == (False, "ended with -9")
+    assert not ends[0][0]
+    resumed = run_world(2, train_in, "killed", 30)
+    for one, whole in zip(resumed, through, strict=True):
+        assert 0 < len(one["losses"]) < len(whole["losses"])
+        assert one["losses"] == whole["losses"][-len(one["losses"]) :]
+        assert one["parameters"] == whole["parameters"]
+        assert one["limit"] == whole["limit"] <= 30
+
+
+def test_a_run_that_was_split_goes_on_with_another_number_of_ranks() -> None:
+    """The parts are smaller than the shares of one rank; the gradients are the same."""
+    through = run_world(2, train_in, "through", 30, -1, 2, True)[0]
+    start_world(2, train_in, "killed", 30, 4, 2, True).ends()
+    alone = run_world(1, train_in, "killed", 30, -1, 1, True)[0]
+    assert max(alone["sizes"]) <= 2
+    for name, value in through["parameters"].items():
+        close(torch.tensor(alone["parameters"][name]), torch.tensor(value), relative=1e-4, absolute=1e-6)
+
+
 @pytest.mark.world_size(2)
-def test_all_gather_in_a_step_that_may_be_split() -> None:
-    class Gather(OnOneRank):
+@pytest.mark.parametrize("verb", ["all_gather", "strategy.barrier", "strategy.broadcast"])
+def test_collectives_in_a_step_that_may_be_split(verb: str) -> None:
+    class Waiting(OnOneRank):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-            self.all_gather(torch.ones(1))
+            strategy = self.trainer.strategy
+            calls = {
+                "all_gather": lambda: self.all_gather(torch.ones(1)),
+                "strategy.barrier": strategy.barrier,
+                "strategy.broadcast": lambda: strategy.broadcast(1),
+            }
+            calls[verb]()
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(ConfigurationError, match="all_gather was called in training_step with auto_micro_batch=True"):
-        loop(Gather(), Watch())
+    with pytest.raises(ConfigurationError, match=f"{verb} was called in training_step with auto_micro_batch=True"):
+        loop(Waiting(), Watch())

@@ -14,12 +14,16 @@ gradients in its backward pass, as usual.
 Ranks agree on the number by one reduction that is made anyway, the step flags (`SafePoints`): the rank that ran out of memory
 uses it at once, the others two steps later, and all before a checkpoint is saved.
 
+The gradients of parts add up to that of the micro-batch only if the loss is a mean. So before a micro-batch is split for the
+first time, the loss of a few samples is compared with the mean of the losses of its halves.
+
 What passes in the first optimizer step, or where no gradients are held yet, does not count for later: the optimizer's state
 and gradients take memory too.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +35,11 @@ from trainkit.console import notice
 from trainkit.data.batches import concatenate, split
 from trainkit.data.micro_batches import MicroBatch
 from trainkit.data.windows import check_weight
-from trainkit.errors import ConfigurationError, DataError, OutOfMemoryError
+from trainkit.errors import ConfigurationError, DataError, LossError, OutOfMemoryError
 from trainkit.metrics.part_values import PartValues
 from trainkit.nested import batch_size, copy_containers, leaves, map_tensors
 from trainkit.rng import part_key, seed_generators
-from trainkit.trainer.module_steps import Effects, ModuleStep, detach_loss
+from trainkit.trainer.module_steps import Effects, ModuleStep, detach_loss, loss_in, without_effects
 from trainkit.tuner.executable_batch_size import is_out_of_memory, release_memory
 
 if TYPE_CHECKING:
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["MicroBatchParts"]
 
 Shape = tuple[tuple[int, ...], ...]  # of each tensor of a batch
+
+_TOLERANCE = 0.02  # relative: above the rounding of bf16, and below what a sum or a contrastive loss differs by
 
 _LESS = (
     "Trainer(activation_checkpointing=True) needs less memory for activations; strategy='zero2' or 'fsdp' shards the model and "
@@ -64,7 +70,10 @@ class MicroBatchParts:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._refuse_batch_norm(run.module)
+        self._norms = [(name, layer) for name, layer in run.module.named_modules() if isinstance(layer, _BatchNorm)]
+        self._refuse_batch_norm()
+        self._compared = False  # the loss has been found to be a mean, or this cannot be found out
+        self._told = False  # that buffers change in each part
         # Without and with gradients held: the largest shapes that passed, none of which is within another.
         self._passed: tuple[list[Shape], list[Shape]] = ([], [])
         self._stepped = False  # an optimizer step was made in this fit
@@ -91,10 +100,9 @@ class MicroBatchParts:
             )
         return None if optimizer is None else MicroBatchParts(run)
 
-    @staticmethod
-    def _refuse_batch_norm(module: nn.Module) -> None:
-        for name, layer in module.named_modules():
-            if isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
+    def _refuse_batch_norm(self) -> None:
+        for name, layer in self._norms:
+            if layer.training or layer.running_mean is None:
                 raise ConfigurationError(
                     f"auto_micro_batch=True does not work with {name} ({type(layer).__name__}), whose statistics over a part "
                     "of a micro-batch differ from those over all of it. Use nn.GroupNorm(num_groups, num_channels), or freeze "
@@ -115,13 +123,25 @@ class MicroBatchParts:
         Raises:
             OutOfMemoryError: A single sample does not fit, or a shape that has passed before.
             DataError: Memory runs out, and the batch cannot be split.
+            LossError: The batch is to be split, and the loss is not a mean over samples.
         """
+        outputs = self._run_until_it_fits(training, micro, compute)
+        if (outputs if isinstance(outputs, Tensor) else loss_in(outputs)) is not None:
+            for hook in self._run.hooks.on_after_backward:
+                hook()
+        return outputs
+
+    def _run_until_it_fits(self, training: Training, micro: MicroBatch, compute: Callable[[MicroBatch], Any]) -> Any:
         run = self._run
         if not self._stepped and run.progress.global_step > run.progress.first_step:
             self._stepped = True
             self._passed = [], []
         while True:
             parts = self._split(micro.batch)
+            if len(parts) > 1:
+                self._refuse_batch_norm()  # it may be trained by now
+                if not self._compared:
+                    self._compare(training, micro, parts[0])
             shape = tuple(tuple(leaf.shape) for leaf in leaves(parts[0]) if isinstance(leaf, Tensor))
             passed = self._passed[len(parts) > 1 or not micro.first]
             if any(_is_within(shape, other) for other in (*passed, *self._passed[1])):
@@ -148,6 +168,10 @@ class MicroBatchParts:
         """After a failed try: let parts have half the number of samples."""
         samples, in_part = batch_size(batch), batch_size(parts[0])
         rank = f" on rank {self._run.strategy.world.rank}" if self._run.distributed else ""
+        try:
+            split(batch, 1)  # whether it has samples at all
+        except DataError as error:
+            raise DataError(f"a micro-batch ran out of memory{rank}, and {error}") from None
         if in_part <= 1:
             raise OutOfMemoryError(
                 f"a single sample, {_described(parts[0])}, ran out of memory{rank}, so auto_micro_batch cannot split it "
@@ -155,10 +179,7 @@ class MicroBatchParts:
             )
         in_half = -(-samples // (2 * len(parts)))
         number = -(-samples // in_half)
-        try:
-            half = split(batch, number)
-        except DataError as error:
-            raise DataError(f"a micro-batch ran out of memory{rank}, and {error}") from None
+        half = split(batch, number)
         self._run.progress.limit_parts(_elements(half[0]))
         notice(
             f"micro-batch of {samples} samples ran out of memory{rank}{f' in {len(parts)} parts' if len(parts) > 1 else ''}; "
@@ -168,8 +189,13 @@ class MicroBatchParts:
 
     def _run_known(self, micro: MicroBatch, parts: list[Any], compute: Callable[[MicroBatch], Any]) -> Any:
         """Run parts of a shape that has passed: the last one averages the gradients in its backward pass."""
+        run = self._run
         try:
-            return self._run_parts(micro, parts, compute, last=micro.last)
+            if len(parts) > 1:
+                return self._run_parts(micro, parts, compute, last=micro.last)
+            if run.distributed:
+                run.accelerator.accumulation.begin(micro._replace(alone=True))
+            return compute(micro)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -202,9 +228,65 @@ class MicroBatchParts:
             release_memory()
             gradients.restore()
             effects.restore()
-        elif micro.last:
+            return None, failure
+        if len(parts) > 1 and not self._told and (changed := effects.changed_buffers()):
+            self._told = True
+            notice(
+                f"training_step changes {', '.join(changed[:5])}: in a split micro-batch each part changes what the parts "
+                "before it have left, as several micro-batches would."
+            )
+        if micro.last:
             training.backward(None)  # averages the gradients that the try has accumulated
-        return outputs, failure
+        return outputs, ""
+
+    def _compare(self, training: Training, micro: MicroBatch, part: Any) -> None:
+        """Compare the loss of some samples with those of their halves, in eval mode and without gradients.
+
+        Raises:
+            LossError: It is not their mean.
+        """
+        run, self._compared = self._run, True
+        samples = part if batch_size(part) > 1 else split(micro.batch, batch_size(micro.batch) // 2)[0]
+        halves, modes = split(samples, 2), [(layer, layer.training) for layer in run.module.modules()]
+        try:
+            # Eager: a compilation for each size would take longer than the comparison.
+            with torch.no_grad(), torch.compiler.set_stance("force_eager"), without_effects(run, micro.batch):
+                run.module.eval()
+                first, second = (self._loss_alone(training, micro, samples, place) for place in range(2))
+                of_halves = [self._loss_alone(training, micro, half, 0) for half in halves]
+        except Exception:
+            # Not every step runs in eval mode or without gradients. What is wrong in training mode too is raised by the parts.
+            self._compared = batch_size(part) <= 1  # fewer samples may fit
+            return
+        finally:
+            for layer, mode in modes:
+                layer.training = mode
+            run.accelerator.accumulation.begin(micro)
+        weights = self._weights(halves)
+        if not sum(weights):
+            return
+        mean = sum(loss * weight for loss, weight in zip(of_halves, weights, strict=True)) / sum(weights)
+        allowed = _TOLERANCE * max(map(abs, (first, *of_halves)))
+        random = abs(first - second) > 0.1 * allowed
+        if abs(first - mean) > allowed + 1e-6 and not random:  # never if one of them is NaN
+            raise LossError(
+                f"auto_micro_batch=True: the loss of {batch_size(samples)} samples is {first:.6g}, but the mean loss of their "
+                f"two halves is {mean:.6g}, so a split micro-batch would have other gradients. The loss of training_step must "
+                "be a mean over samples: .mean() instead of .sum(); or over what batch_weight counts: "
+                "def batch_weight(self, batch): return float(batch['attention_mask'].sum()). A loss that compares the samples "
+                "of a batch, such as a contrastive one, cannot be split: remove auto_micro_batch."
+            )
+
+    def _loss_alone(self, training: Training, micro: MicroBatch, batch: Any, place: int) -> float:
+        """The loss of some samples of a micro-batch; NaN if there is none."""
+        run = self._run
+        assert run.train_loader is not None
+        run.metrics.batch = batch
+        run.accelerator.accumulation.begin(micro._replace(batch=batch, last=False, alone=run.distributed))
+        seed_generators(part_key(run.train_loader.forward_key(micro.index), place), run.strategy.generators())
+        outputs = training.training_step(copy_containers(batch), micro.index)
+        loss = outputs if isinstance(outputs, Tensor) else loss_in(outputs)
+        return math.nan if loss is None else float(loss)
 
     def _run_parts(self, micro: MicroBatch, parts: list[Any], compute: Callable[[MicroBatch], Any], *, last: bool) -> Any:
         """Run the parts one after the other; the micro-batch is current again afterwards.
@@ -301,22 +383,28 @@ def _join(outputs: list[Any], parts: list[Any], weights: list[float]) -> Any:
         return None
     dicts, kept = [detach_loss(outputs[place]) for place in there], [weights[place] for place in there]
     sizes = [batch_size(parts[place]) for place in there]
-    joined = {name: _join_values(name, [one.get(name) for one in dicts], sizes, kept) for name in dicts[0]}
+    names = dict.fromkeys(name for one in dicts for name in one)
+    joined = {name: _join_values(name, [one.get(name) for one in dicts], sizes, kept) for name in names}
     return joined["loss"] if isinstance(outputs[there[0]], Tensor) else joined
 
 
 def _join_values(name: str, values: list[Any], sizes: list[int], weights: list[float]) -> Any:
-    """The weighted mean of scalars, samples concatenated; a list of what cannot be joined."""
-    scalars = [isinstance(value, int | float) or (isinstance(value, Tensor) and value.ndim == 0) for value in values]
-    if all(scalars) or name == "loss":
+    """The weighted mean of scalars, samples concatenated; a list of what cannot be joined, such as counts."""
+    if name == "loss" or all(isinstance(one, float) or (_is_scalar(one) and one.is_floating_point()) for one in values):
         there = [(value, weight) for value, weight in zip(values, weights, strict=True) if value is not None]
         total = sum(weight for _, weight in there)
         return sum(value * weight for value, weight in there) / total if total > 0.0 else values[0]
-    try:
-        return concatenate(values, sizes)
-    except DataError:
-        notice(
-            f"training_step returned {name!r}, whose values of the parts of a split micro-batch cannot be joined: "
-            "on_train_batch_end gets a list of them. Return scalars or tensors of shape [batch, …]."
-        )
-        return values
+    if not any(isinstance(value, int | float) or _is_scalar(value) for value in values):
+        try:
+            return concatenate(values, sizes)
+        except DataError:
+            pass
+    notice(
+        f"training_step returned {name!r}, whose values of the parts of a split micro-batch cannot be joined: "
+        "on_train_batch_end gets a list of them. Return means as floats, or tensors of shape [batch, …]."
+    )
+    return values
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 0

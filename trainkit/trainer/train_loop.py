@@ -183,14 +183,14 @@ def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: Ope
 
 
 def run_part(run: Run, training: Training, window: OpenWindow, part: MicroBatch) -> Any:
-    """Run the forward and backward of a part of a micro-batch; see `MicroBatchParts`."""
+    """Run the forward and backward of a part of a micro-batch; `MicroBatchParts` runs on_after_backward after the last one."""
     outputs = training.training_step(part.batch, part.index)
     loss = outputs if isinstance(outputs, Tensor) else loss_in(outputs)
     if loss is None:
         run_without_loss(run, training, part, outputs)
     else:
         window.had_loss = run.progress.tried_to_learn = True
-        run_backward(run, training, loss)
+        run_backward(run, training, loss, whole=False)
     return outputs
 
 
@@ -204,8 +204,8 @@ def run_without_loss(run: Run, training: Training, micro: MicroBatch, outputs: A
         warn("training_step returned None for the first batch, so it is skipped. Return the loss: return loss")
 
 
-def run_backward(run: Run, training: Training, loss: Tensor) -> None:
-    """Run the backward pass of a loss with its hooks."""
+def run_backward(run: Run, training: Training, loss: Tensor, whole: bool = True) -> None:
+    """Run the backward pass of the loss of a whole micro-batch or of a part of one, with its hooks."""
     hooks = run.hooks
     if run.progress.should_log and run.accelerator.accumulation.current.share > 0.0:  # the mean over nothing may be NaN
         run.progress.note_loss(loss)
@@ -219,8 +219,9 @@ def run_backward(run: Run, training: Training, loss: Tensor) -> None:
         if isinstance(training.optimizer, JointOptimizer):
             training.optimizer.begin()
         raise
-    for hook in hooks.on_after_backward:
-        hook()
+    if whole:
+        for hook in hooks.on_after_backward:
+            hook()
 
 
 def close_window(run: Run, training: Training, window: OpenWindow) -> bool:
