@@ -160,6 +160,26 @@ def test_each_process_reads_its_own_stream_and_all_end_together(lengths: list[in
     assert "gives each process" not in results[1][3], "one speaks for all"
 
 
+class FirstWorker(IterableDataset):
+    """A stream that only the first worker has a part of, as one file of `datasets` in several workers."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        return iter(torch.arange(0.0 if info is not None and info.id else 24.0)[:, None])
+
+
+def first_worker(workers: int) -> list[Given]:
+    return [as_lists(one) for one in read(prepared(DataLoader(FirstWorker(), batch_size=2, num_workers=workers), joined()))]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_workers_without_a_part_of_the_stream(workers: int) -> None:
+    """They end while the ranks compare the first batches; the loader's iterator keeps counting what they were asked for."""
+    found = run_world(2, first_worker, workers)
+    numbers = [number for own in found for one in own if not one.padding for (number,) in one.batch]
+    assert sorted(numbers) == list(range(24))
+
+
 def test_the_work_on_each_batch_is_random_in_its_own_way() -> None:
     """With separate streams, the random numbers of each forward pass are those of the micro-batch with the same number."""
     results = run_world(2, parts, [4, 4], 0, 1, None)

@@ -254,7 +254,10 @@ class SlotSampler:
         """Let workers that wait, because no more batches were needed, begin with those that now are."""
         self.left, iterator = left, self.iterator
         if iterator is not None:
-            for _ in range(iterator._prefetch_factor * iterator._num_workers - len(iterator._task_info)):
+            # Counted like the iterator does: it never gets an answer to some tasks of a worker that has ended.
+            waiting = sum(1 for task in iterator._task_info.values() if len(task) > 1)
+            places = iterator._prefetch_factor * iterator._num_workers - iterator._tasks_outstanding - waiting
+            for _ in range(places):
                 iterator._try_put_index()
 
     def refill(self, iterator: Iterator[Any], loader: DataLoader[Any]) -> Iterator[Any]:
