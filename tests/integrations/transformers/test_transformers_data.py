@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import datasets
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, DataCollatorForTokenClassification
 
 from trainkit import TrainModule
-from trainkit.errors import DataError, MissingMethodError, TrainkitError
+from trainkit.errors import DataError, EmptyLoaderError, MissingMethodError, TrainkitError
 from trainkit.integrations.transformers import TransformersData
 from trainkit.rng import seed_generators
 
@@ -120,6 +121,37 @@ def test_all_columns_are_kept_if_you_say_so() -> None:
 
     fit(TransformersData(classified(4), None, tokenizer(), data_collator=collate, remove_unused_columns=False))
     assert seen == [{"text", "label", "input_ids", "attention_mask"}] * 4
+
+
+def test_columns_that_only_later_rows_have_are_removed() -> None:
+    rows = [{"input_ids": [3, 4], "label": 1}, *({"input_ids": [3, 4], "label": 1, "extra": number} for number in range(3))]
+    assert fit(TransformersData(rows, None, tokenizer(), train_batch_size=1)).keys == {"input_ids", "attention_mask", "labels"}
+
+
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_a_collator_that_needs_a_removed_column(kind: str) -> None:
+    """Also where the table of the dataset lacks it; a KeyError of other reasons is the user's."""
+    data = TransformersData(KINDS[kind](classified(4)), data_collator=lambda rows: [row["text"] for row in rows])
+    with pytest.raises(DataError, match=r"needs the column 'text' of the training set, which was removed.*columns=False"):
+        fit(data)
+    with pytest.raises(KeyError, match="missing"):
+        fit(TransformersData(KINDS[kind](classified(4)), data_collator=lambda rows: [row["missing"] for row in rows]))
+
+
+def test_rows_that_are_no_dicts_are_for_a_collator_of_the_user() -> None:
+    def collate(rows: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
+        tokens, labels = torch.tensor(rows).unbind(1)
+        return {"input_ids": tokens[:, None], "labels": labels}
+
+    data = TransformersData([(3, 0), (4, 1)], data_collator=collate, train_sampling_strategy="sequential")
+    assert fit(data).seen == [[[3], [4]]]
+
+
+@pytest.mark.parametrize("strategy", ["random", "group_by_length"])
+@pytest.mark.parametrize("make", [list, lambda: datasets.Dataset.from_list([])])
+def test_a_dataset_without_rows(make: Any, strategy: Any) -> None:
+    with pytest.raises(EmptyLoaderError, match="the training loader has no batch: its dataset is empty"):
+        fit(TransformersData(make(), None, tokenizer(), train_sampling_strategy=strategy))
 
 
 def test_label_names_are_kept() -> None:
@@ -313,6 +345,39 @@ def test_a_run_resumes_exactly(strategy: str, workers: int) -> None:
         second = train(strategy, workers, fit={"ckpt_path": "last"}, **options)
         assert first.seen + second.seen == whole.seen
         assert first.losses + second.losses == whole.losses
+
+
+def masked(workers: int = 0, **arguments: Any) -> list[Any]:
+    """The inputs of a run whose collator has a seed."""
+    rows, _ = numbered(23)
+    masking = copy.deepcopy(tokenizer())
+    masking.mask_token = "<eos>"
+    collate = DataCollatorForLanguageModeling(masking, mlm_probability=0.4, seed=7)
+    data = TransformersData(rows, None, masking, train_batch_size=4, data_collator=collate, num_workers=workers)
+    seen = fit(data, TextModule(causal_model()), **{"max_epochs": 2, **arguments}).seen
+    assert collate.seed == 7
+    return seen
+
+
+def test_masks_do_not_depend_on_workers_and_interruptions(caplog: Any) -> None:
+    """Also if the collator has a seed: its own generator would continue from batch to batch, in each worker."""
+    whole = masked()
+    assert caplog.text.count("DataCollatorForLanguageModeling(seed=7) is not used") == 1
+    assert masked(workers=2) == whole
+    options = {"enable_checkpointing": True, "default_root_dir": "interrupted"}
+    first = masked(max_steps=4, **options)
+    assert first + masked(fit={"ckpt_path": "last"}, **options) == whole
+
+
+def masked_on_ranks() -> list[Any]:
+    return masked(strategy="ddp")
+
+
+def test_masks_do_not_depend_on_the_number_of_processes() -> None:
+    expected: list[list[Any]] = [[], []]
+    for number, batch in enumerate(masked()):
+        expected[number % 6 % 2].append(batch)
+    assert run_world(2, masked_on_ranks) == expected
 
 
 def train_on_ranks(kind: str, **arguments: Any) -> Any:

@@ -47,7 +47,7 @@ class ModelColumns:
 
         model = base_model(model)
         self.model_name = type(model).__name__
-        self._taken = list(inspect.signature(model.forward).parameters)
+        self._taken = dict.fromkeys(inspect.signature(model.forward).parameters)
         labels = find_labels(type(model)) if label_names is None else label_names
         self._labels = {*labels, *_LABELS}
 
@@ -76,30 +76,37 @@ class ModelColumns:
 
 
 class RowCollator:
-    """Removes columns of rows, calls the collator, and says what is wrong where one of the default ones fails.
+    """Removes columns of rows, calls the collator, and says what is wrong where it lacks one, or where a default one fails.
 
     Args:
         collate: The collator.
         columns: The columns to keep; `None`: all.
+        removed: The columns that the dataset has no longer.
         name: The set of the rows, for messages.
         explains: The collator is a default one.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], columns: ModelColumns | None, name: str, explains: bool) -> None:
+    def __init__(
+        self,
+        collate: Callable[[list[Any]], Any],
+        columns: ModelColumns | None,
+        removed: Sequence[str],
+        name: str,
+        explains: bool,
+    ) -> None:
         self.collate = collate
         self._columns = columns
+        self._removed = removed
         self._name = name
         self._explains = explains
 
     def __call__(self, rows: list[Any]) -> Any:
         """The batch of some rows."""
         kept = [self._keep(row) for row in rows]
-        if not self._explains:
-            return self.collate(kept)
         try:
             return self.collate(kept)
-        except (ValueError, TypeError) as error:
-            explained = _explain(kept, self._name)
+        except (KeyError, ValueError, TypeError) as error:
+            explained = self._explain_removed(error) or (_explain(kept, self._name) if self._explains else None)
             if explained is None:
                 raise
             raise explained from error
@@ -109,6 +116,16 @@ class RowCollator:
             return row
         unused = self._columns.unused(list(row), self._name)
         return {name: value for name, value in row.items() if name not in unused} if unused else row
+
+    def _explain_removed(self, error: Exception) -> DataError | None:
+        column = error.args[0] if isinstance(error, KeyError) and error.args else None
+        if self._columns is None or column not in self._removed:
+            return None
+        return DataError(
+            f"the data_collator needs the column {column!r} of the {self._name} set, which was removed, as "
+            f"{self._columns.model_name}.forward does not take it. Keep all columns: "
+            "TransformersData(remove_unused_columns=False)"
+        )
 
 
 def _explain(rows: list[Any], name: str) -> DataError | None:

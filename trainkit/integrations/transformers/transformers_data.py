@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -54,7 +55,8 @@ class TransformersData(KnownKeywords, DataModule):
         train_batch_size: Number of rows in a training batch, for each device; of sequences, if they are packed.
         eval_batch_size: The same for the other loaders.
         data_collator: Makes a batch of a list of rows. Default: `DataCollatorWithPadding(processing_class)` for a tokenizer or
-            a feature extractor, otherwise `default_data_collator`.
+            a feature extractor, otherwise `default_data_collator`. The `seed` of `DataCollatorForLanguageModeling` is not
+            used: its masks follow from the seed of the run, in any number of workers and processes.
         num_workers: Number of worker processes of each loader.
         pin_memory: Fetch into page-locked memory; `None`: if there is an accelerator.
         persistent_workers: Keep the workers after an epoch. Needs `num_workers`.
@@ -194,16 +196,26 @@ class TransformersData(KnownKeywords, DataModule):
 
     def _loader(self, name: str, dataset: Any, **options: Any) -> DataLoader[Any]:
         columns = self._columns()
-        dataset, in_collator = self._remove_columns(name, dataset, columns)
-        collate, default = self.data_collator, self.data_collator is None
+        dataset, removed = self._remove_columns(name, dataset, columns)
+        collate = RowCollator(self._collator(), columns, removed, name, explains=self.data_collator is None)
+        return DataLoader(dataset, collate_fn=collate, **options, **self.loader_options)
+
+    def _collator(self) -> Callable[[list[Any]], Any]:
+        from transformers import DataCollatorForLanguageModeling
+
+        collate = self.data_collator
         if collate is None:
-            collate = _default_collator(self.processing_class)
-        return DataLoader(
-            dataset,
-            collate_fn=RowCollator(collate, columns if in_collator else None, name, default),
-            **options,
-            **self.loader_options,
-        )
+            return _default_collator(self.processing_class)
+        if isinstance(collate, DataCollatorForLanguageModeling) and collate.seed is not None:
+            # Its generator would continue from batch to batch, in each worker and process.
+            self._tell(
+                f"{type(collate).__name__}(seed={collate.seed}) is not used: the masks of a batch follow from the seed of the "
+                "run and the number of the batch alone, so that a resumed run has the same. To choose them: Trainer(seed=)"
+            )
+            collate = copy.copy(collate)
+            collate.seed = collate.generator = None
+        unseeded: Callable[[list[Any]], Any] = collate
+        return unseeded
 
     def _packed_loader(self, stage: str, name: str, dataset: Any) -> DataLoader[Any]:
         model = self._find_model()
@@ -230,6 +242,8 @@ class TransformersData(KnownKeywords, DataModule):
 
     def _order(self, dataset: Any) -> dict[str, Any]:
         """The options of the training loader that decide its order."""
+        if not len(dataset):
+            return {}  # The samplers of torch and transformers fail; the error of the loop names the set.
         if self.train_sampling_strategy != "group_by_length":
             return {"shuffle": self.train_sampling_strategy == "random"}
         from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -239,24 +253,22 @@ class TransformersData(KnownKeywords, DataModule):
         lengths = _lengths(dataset, names[0], self.length_column_name)
         return {"sampler": LengthGroupedSampler(self.train_batch_size, lengths=lengths)}
 
-    def _remove_columns(self, name: str, dataset: Any, columns: ModelColumns | None) -> tuple[Any, bool]:
-        """The dataset without the columns that the model does not take, and whether the collator has to remove them."""
+    def _remove_columns(self, name: str, dataset: Any, columns: ModelColumns | None) -> tuple[Any, list[str]]:
+        """The dataset, and which of its columns are removed: from its table, if it has one, otherwise by the collator."""
         if columns is None:
-            return dataset, False
+            return dataset, []
         known = _column_names(dataset)
         if known is None:
             self._tell(f"of each row only what {columns.model_name}.forward takes is kept.")
-            return dataset, True
+        if not known:
+            return dataset, []
         unused = columns.unused(known, name)
-        if not unused:
-            return dataset, False
-        self._tell(
-            f"removed from the rows, since {columns.model_name}.forward does not take it: {', '.join(unused)}. To keep all "
-            "columns: TransformersData(remove_unused_columns=False)"
-        )
-        if _is_arrow(dataset):
-            return dataset.remove_columns(unused), False
-        return dataset, True
+        if unused:
+            self._tell(
+                f"removed from the rows, since {columns.model_name}.forward does not take it: {', '.join(unused)}. To keep all "
+                "columns: TransformersData(remove_unused_columns=False)"
+            )
+        return (dataset.remove_columns(unused) if unused and _is_arrow(dataset) else dataset), unused
 
     def _columns(self) -> ModelColumns | None:
         """The columns to keep; `None`: all."""
@@ -338,7 +350,7 @@ def _is_arrow(dataset: Any) -> bool:
 
 
 def _column_names(dataset: Any) -> list[str] | None:
-    """The columns of a dataset; none if its rows are no dicts; `None` if that is not known before it is iterated."""
+    """The columns of the first row; none if it is no dict, or is missing; `None` if that is not known before iteration."""
     if _is_arrow(dataset):
         return list(dataset.column_names)
     if _is_stream(dataset):
