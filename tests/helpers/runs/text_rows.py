@@ -72,13 +72,15 @@ def random_rows(count: int, longest: int = 14, seed: int = 0) -> list[dict[str, 
 
 
 def causal_model(kind: str = "llama", attention: str = "sdpa", seed: int = 0, **changes: Any) -> Any:
-    """A causal model without dropout, whose attention is not close to uniform, so that a wrong mask shows in the loss."""
+    """A causal model whose attention is not close to uniform, so that a wrong mask shows in the loss.
+
+    It has no dropout unless `changes` set it.
+    """
     torch.manual_seed(seed)
     model_class, config = _CAUSAL[kind]()
-    for name, value in {"initializer_range": 0.2, "attn_implementation": attention, **changes}.items():
+    undropped = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
+    for name, value in {"initializer_range": 0.2, "attn_implementation": attention, **undropped, **changes}.items():
         setattr(config, name, value)
-    if kind == "gpt2":
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
     return model_class(config)
 
 

@@ -126,7 +126,7 @@ def test_the_batch_of_a_sequence() -> None:
         "input_ids": [[3, 4, 5, 6, 7, 7, 7]],
         "token_type_ids": [[0, 1, 1, 1, 0, 0, 0]],
         "labels": [[-100, 4, 5, -100, 7, -100, -100]],
-        "position_ids": [[0, 1, 2, 0, 1, 0, 1]],
+        "position_ids": [[0, 1, 2, 0, 1, 0, 0]],
     }
     assert batch["use_cache"] is False
     assert "attention_mask" not in batch
@@ -136,6 +136,14 @@ def test_labels_of_the_rows_are_kept_and_padding_is_removed() -> None:
     rows = [{"input_ids": [3, 4, 5, 0, 0], "attention_mask": [1, 1, 1, 0, 0], "labels": [3, -100, 5, -100, -100]}]
     how = pieces(max_length=3)
     assert PackedRows(rows, [3], how)[0] == [{"input_ids": [3, 4, 5], "labels": [-100, -100, 5]}]
+
+
+def test_a_sequence_longer_than_the_model_knows_positions() -> None:
+    """What fills a sequence has no position that its rows do not have: here 64 are known, of a sequence of 200."""
+    model, rows = causal_model("gpt2").double(), token_rows(5)
+    dataset = packed(rows, pieces(max_length=200))
+    loss, _ = together(model, PackingCollator(200)([dataset[0]]))
+    torch.testing.assert_close(loss, one_by_one(model, rows)[0], rtol=1e-12, atol=0)
 
 
 def test_flash_attention_gets_the_ends_of_the_rows() -> None:

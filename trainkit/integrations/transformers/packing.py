@@ -321,7 +321,8 @@ class PackingCollator:
     position ids: each row attends to itself only. For flash attention, which needs it for more than one sequence, the batch
     has the ends of the rows too, by the names of `transformers.DataCollatorWithFlattening`.
 
-    A sequence that is not full ends with one more row of its last token, whose labels are -100.
+    A sequence that is not full ends with rows of one token each, its last one, whose labels are -100. Their position is 0: a
+    position that no row has could be outside of the model's table of positions, or change how it scales all of them.
 
     Args:
         max_length: Number of tokens in a sequence.
@@ -350,9 +351,7 @@ class PackingCollator:
 
     def _padding(self, pieces: list[dict[str, list[int]]]) -> list[dict[str, list[int]]]:
         missing = self.max_length - sum(len(piece["input_ids"]) for piece in pieces)
-        if not missing:
-            return []
-        return [{name: [IGNORED if name == "labels" else value[-1]] * missing for name, value in pieces[-1].items()}]
+        return [{name: [IGNORED if name == "labels" else value[-1]] for name, value in pieces[-1].items()}] * missing
 
 
 def check_packing(model: Any) -> None:
