@@ -373,6 +373,13 @@ class NeverSteps(TinyModule):
     automatic_optimization = False
 
 
+class Weightless(TinyModule):
+    """None of its batches counts."""
+
+    def batch_weight(self, batch: Any) -> float:
+        return 0.0
+
+
 def no_steps(module: Any, **arguments: Any) -> list[str]:
     """The warnings of a fit."""
     with warnings.catch_warnings(record=True) as caught:
@@ -383,7 +390,7 @@ def no_steps(module: Any, **arguments: Any) -> list[str]:
 
 RETURN = (
     "no optimizer step was made in this epoch, so nothing was learned: training_step returned None for every batch, "
-    "or the loader yielded None. Return the loss: return loss."
+    "the loader yielded None, or batch_weight returned 0, as for labels that are all -100. Return the loss: return loss."
 )
 STEP = (
     "no optimizer step was made in this epoch, so nothing was learned: automatic_optimization is False, and training_step "
@@ -395,7 +402,7 @@ STEP = (
 FIRST = "training_step returned None for the first batch, so it is skipped. Return the loss: return loss"
 
 
-@pytest.mark.parametrize("module, told", [(Forgetful(), [FIRST, RETURN]), (NeverSteps(), [STEP])])
+@pytest.mark.parametrize("module, told", [(Forgetful(), [FIRST, RETURN]), (NeverSteps(), [STEP]), (Weightless(), [RETURN])])
 @pytest.mark.parametrize("arguments", [{"max_epochs": 1}, {"fast_dev_run": True}])
 def test_a_fit_without_an_optimizer_step_says_why(module: Any, told: list[str], arguments: dict[str, Any]) -> None:
     assert no_steps(module, **arguments) == told
@@ -420,11 +427,17 @@ def test_an_epoch_of_nothing_but_none_is_an_error_before_the_next_one(
     seen: list[str] = []
     module = Forgetful(returns_in)
     trainer = make_trainer(Ends(), max_epochs=4, accumulate_grad_batches=accumulate)
-    said = rf"batch of epoch {epoch}, or the loader yielded None, so nothing was learned. Return the loss: return loss\. "
+    said = rf"batch of epoch {epoch}, the loader .* batch_weight .* so nothing was learned. Return the loss: return loss\. "
     told = nullcontext() if 0 in returns_in else pytest.warns(TrainkitWarning, match=re.escape(FIRST))
     with told, pytest.raises(LossError, match=said):
         trainer.fit(module, tiny_loader())
     assert seen == [f"{word} {number}" for number in range(epoch + 1) for word in ("start", "end")]
+
+
+def test_an_epoch_without_any_weight_is_an_error_before_the_next_one() -> None:
+    """With max_steps alone the fit would never end."""
+    with pytest.raises(LossError, match="epoch 0, the loader yielded None, or batch_weight returned 0"):
+        make_trainer(max_steps=3, max_epochs=2).fit(Weightless(), tiny_loader())
 
 
 def test_the_first_batch_without_a_loss_is_reported_at_once() -> None:

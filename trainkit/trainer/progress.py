@@ -105,7 +105,7 @@ class RunProgress:
         computed: metric → `global_step` at which its value of an epoch or an evaluation was computed. For one that was
             logged by step in an epoch, but not in its last step: the step before that.
         advanced: number of a scheduler that follows a metric → `global_step` at which it was advanced last.
-        tried_to_learn: `training_step` has returned a loss or, under manual optimization, stepped an optimizer.
+        tried_to_learn: `training_step` has returned a loss with a weight or, under manual optimization, stepped an optimizer.
         warned_of_no_step: the user was warned that a whole epoch made no optimizer step.
         largest_part: number of elements that a part of a micro-batch may have, see `MicroBatchParts`; `None`: nothing is split.
         overflows: number of optimizer steps that were skipped because a scaled gradient overflowed; set when training ends.

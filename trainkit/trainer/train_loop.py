@@ -58,7 +58,7 @@ class OpenWindow:
 
     Attributes:
         had_loss: `training_step` has returned a loss in it, on this rank.
-        learned: it has returned one in an earlier window of the epoch, on any rank, or the epoch was resumed.
+        learned: it has returned one in an earlier window of the epoch that has a weight, on any rank, or the epoch was resumed.
         updates: the accelerator's number of optimizer steps before the last call of `training_step`.
     """
 
@@ -175,7 +175,8 @@ def run_micro_batch(run: Run, training: Training, micro: MicroBatch, window: Ope
     if training.automatic:
         loss = outputs if isinstance(outputs, Tensor) else loss_in(outputs)
         if loss is not None:
-            window.had_loss = progress.tried_to_learn = True
+            window.had_loss = True
+            progress.tried_to_learn |= micro.share > 0.0
             run_backward(run, training, loss)
         else:
             run_without_loss(run, training, micro, outputs)
@@ -189,7 +190,8 @@ def run_part(run: Run, training: Training, window: OpenWindow, part: MicroBatch)
     if loss is None:
         run_without_loss(run, training, part, outputs)
     else:
-        window.had_loss = run.progress.tried_to_learn = True
+        window.had_loss = True
+        run.progress.tried_to_learn |= part.share > 0.0
         run_backward(run, training, loss, whole=False)
     return outputs
 
@@ -235,7 +237,7 @@ def close_window(run: Run, training: Training, window: OpenWindow) -> bool:
         had_loss = window.had_loss
         if training.distributed:  # This is the same on all ranks.
             had_loss = engine.any_rank_had_loss(had_loss)
-        window.learned |= had_loss
+        window.learned |= had_loss and not engine.accumulation.current.empty
         if had_loss and training.module_step is not None:
             training.module_step(training)
         elif had_loss:
@@ -384,9 +386,10 @@ def refuse_epoch_of_none(run: Run, training: Training, window: OpenWindow) -> No
         warn_without_step(run)
         return
     raise LossError(
-        f"training_step returned None for every batch of epoch {run.progress.current_epoch - 1}, or the loader yielded None, "
-        "so nothing was learned. Return the loss: return loss. To step the optimizers in training_step: "
-        "self.automatic_optimization = False. To skip an epoch on purpose, return -1 from on_train_batch_start."
+        f"training_step returned None for every batch of epoch {run.progress.current_epoch - 1}, the loader yielded None, or "
+        "batch_weight returned 0, as for labels that are all -100, so nothing was learned. Return the loss: return loss. To "
+        "step the optimizers in training_step: self.automatic_optimization = False. To skip an epoch on purpose, return -1 "
+        "from on_train_batch_start."
     )
 
 
@@ -412,7 +415,10 @@ def warn_without_step(run: Run) -> None:
             "remove automatic_optimization = False)"
         )
     else:
-        why = "training_step returned None for every batch, or the loader yielded None. Return the loss: return loss"
+        why = (
+            "training_step returned None for every batch, the loader yielded None, or batch_weight returned 0, as for labels "
+            "that are all -100. Return the loss: return loss"
+        )
     warn(f"no optimizer step was made in this epoch, so nothing was learned: {why}.")
 
 
