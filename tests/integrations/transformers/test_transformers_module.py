@@ -501,3 +501,110 @@ def test_smoothing_needs_classes() -> None:
     model.num_labels = 1
     with pytest.raises(ConfigurationError, match="needs labels that are classes"):
         trainer()[0].validate(TransformersModule(model, label_smoothing_factor=0.1), loader(regression(2), 2))
+
+
+class Passes(TransformersModule):
+    """Passes its arguments through."""
+
+    def __init__(self, model: Any, more: int = 0, **options: Any) -> None:
+        super().__init__(model, **options)
+
+
+class Doubles(TransformersModule):
+    """Passes another learning rate than it gets."""
+
+    def __init__(self, model: Any, learning_rate: float = 1e-3) -> None:
+        super().__init__(model, learning_rate=2 * learning_rate)
+
+
+def test_the_arguments_of_a_subclass_are_read_as_those_of_the_class(tmp_path: Any) -> None:
+    """hparams has the values before they are read, and those are what the optimizer is created from."""
+    from transformers import SchedulerType
+
+    given: list[dict[str, Any]] = [{"optim_args": None}, {"optim": "sgd", "optim_args": "momentum=0.9"}]
+    for index, options in enumerate(given):
+        options |= {"lr_scheduler_type": SchedulerType.COSINE, "include_for_metrics": ["loss"]}
+        module, same = Passes(make_model("bert"), more=3, **options), TransformersModule(make_model("bert"), **options)
+        assert module.hparams == {**same.hparams, "more": 3}
+        run, _ = trainer(max_steps=1)
+        run.fit(module, loader(rows_for("bert", 4), 2))
+        run.save_checkpoint(tmp_path / str(index))
+        loaded = Passes.load_from_checkpoint(tmp_path / str(index), model=make_model("bert"))
+        trainer(max_steps=1)[0].fit(loaded, loader(rows_for("bert", 4), 2))
+        optimizer = loaded.trainer.optimizers[0]
+        assert type(optimizer) is (torch.optim.SGD if index else torch.optim.AdamW)
+        assert optimizer.param_groups[0].get("momentum", 0.9) == 0.9
+
+
+def test_a_subclass_that_passes_another_value_than_it_got() -> None:
+    with pytest.raises(ConfigurationError, match="Doubles got learning_rate=0.001, but passes learning_rate=0.002"):
+        Doubles(make_model("bert"))
+
+
+def test_an_epoch_without_a_counted_label_is_an_error() -> None:
+    """No step would ever be made, so with max_steps alone the fit would not end."""
+    rows = rows_for("llama", 4)
+    for row in rows:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    with pytest.raises(LossError, match="batch_weight returned 0, as for labels that are all -100"):
+        trainer(max_steps=2)[0].fit(TransformersModule(make_model("llama")), loader(rows, 2))
+
+
+def test_a_model_with_frozen_parameters_alone() -> None:
+    with pytest.raises(OptimizerError, match="no parameter to train"):
+        trainer(max_steps=1)[0].fit(
+            TransformersModule(make_model("bert").requires_grad_(False)), loader(rows_for("bert", 4), 2)
+        )
+
+
+def test_a_compiled_model() -> None:
+    with pytest.raises(ConfigurationError, match=r"Trainer\(compile=True\)"):
+        TransformersModule(torch.compile(make_model("bert"), backend="eager"))
+
+
+def test_a_quantized_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("bert")
+    monkeypatch.setattr(model, "is_quantized", True, raising=False)
+    with pytest.raises(ConfigurationError, match="purely quantized models(.|\n)*get_peft_model"):
+        TransformersModule(model)
+
+
+class Plain(torch.nn.Module):
+    """Neither of transformers nor with a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Embedding(37, 3)
+
+    def forward(self, input_ids: Tensor, target: Tensor) -> dict[str, Tensor]:
+        logits = self.layer(input_ids).mean(1)
+        return {"loss": torch.nn.functional.cross_entropy(logits, target), "logits": logits}
+
+
+def test_any_module_that_returns_a_dict() -> None:
+    rows = [{"input_ids": torch.arange(5), "target": torch.tensor(index % 3)} for index in range(5)]
+    metrics = Metrics()
+    module = TransformersModule(Plain(), label_names=["target"], compute_metrics=metrics)
+    trainer()[0].validate(module, torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    assert metrics.calls[0][0].shape == (5, 3)
+
+
+def test_a_model_that_computes_a_loss_if_asked() -> None:
+    import transformers
+
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    text, vision = (
+        {"vocab_size": 37, "bos_token_id": 1, "eos_token_id": 2, **sizes},
+        {"image_size": 32, "patch_size": 16, **sizes},
+    )
+    model = transformers.CLIPModel(transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
+    rows = [{"input_ids": torch.arange(3, 8), "pixel_values": torch.randn(3, 32, 32)} for _ in range(4)]
+    with pytest.raises(LossError, match="'return_loss': True"):
+        trainer(max_steps=1)[0].fit(TransformersModule(model), torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+
+
+def test_labels_under_a_name_that_the_model_does_not_have() -> None:
+    rows = [{"input_ids": row["input_ids"][:3], "target": row["labels"]} for row in rows_for("bert", 4)]
+    module = TransformersModule(make_model("bert"), label_names=["target"])
+    with pytest.raises(LossError, match=r"rename \['target'\] to \['labels'\]"):
+        trainer(max_steps=1)[0].fit(module, torch.utils.data.DataLoader(rows, batch_size=2))  # type: ignore[arg-type]

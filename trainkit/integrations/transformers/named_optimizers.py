@@ -111,6 +111,9 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Args:
         model: Its trainable parameters. A group without parameters is omitted.
         weight_decay: Of the first group.
+
+    Raises:
+        OptimizerError: All parameters are frozen.
     """
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NO_DECAY)))
     trained = [(name in decayed, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -118,6 +121,11 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         {"params": [parameter for decays, parameter in trained if decays], "weight_decay": weight_decay},
         {"params": [parameter for decays, parameter in trained if not decays], "weight_decay": 0.0},
     ]
+    if not trained:
+        raise OptimizerError(
+            f"{type(model).__name__} has no parameter to train: all have requires_grad=False. Train some of them: "
+            "model.requires_grad_(True); or adapters: peft.get_peft_model(model, peft.LoraConfig(...))"
+        )
     return [group for group in groups if group["params"]]
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
-from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
+from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, validate_quantization_for_training
 from transformers.utils import can_return_loss, find_labels
 
 from trainkit.checks import choice, function, real_number
@@ -45,6 +45,7 @@ __all__ = ["TransformersModule"]
 
 _NOT_SAVED = ("model", "processing_class", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
 _FOR_METRICS = ("inputs", "loss")
+_Plain = str | int | float | bool | None
 
 
 class TransformersModule(TrainModule):
@@ -57,7 +58,7 @@ class TransformersModule(TrainModule):
     as the load balancing of experts. The gradient is the mean over all counted labels of the global batch: over the
     accumulation window and all ranks, however ragged. Counted are the labels other than -100, for a causal model without the
     first of each row; a batch without such labels (regression, question answering) counts its samples. What a model adds is
-    weighted the same way.
+    weighted the same way. A model's loss that is a sum over samples (`ctc_loss_reduction="sum"`) becomes their mean.
 
     **Logged.** `train_loss`, and under transformers' name `loss`, the loss whose gradient was applied. `eval_loss`, the mean
     over the counted labels of the whole set, and `eval_<metric>` for each metric of `compute_metrics`; `eval_<name>_loss` and
@@ -158,7 +159,9 @@ class TransformersModule(TrainModule):
         for name, value in (("compute_metrics", compute_metrics), ("compute_loss_func", compute_loss_func)):
             function(value, name, "my_function")
         function(preprocess_logits_for_metrics, "preprocess_logits_for_metrics", "my_function")
+        own = dict(locals())
         self.save_hyperparameters(ignore=[*_NOT_SAVED, *(() if isinstance(generation_config, str) else ("generation_config",))])
+        self.hparams.update(_checked(self, own))
         self.model = model
         self.processing_class = processing_class
         self.compute_metrics = compute_metrics
@@ -277,10 +280,7 @@ class TransformersModule(TrainModule):
         """
         loss, _ = self._evaluate(_as_mapping(batch))
         if loss is None:
-            raise LossError(
-                f"{self._base_class.__name__} returned no loss for a batch with the keys {sorted(batch)}. Expected labels "
-                f"under {self._label_names or 'labels'}: add them to the data set, or pass label_names=[...]."
-            )
+            raise self._no_loss(sorted(batch))
         self.log("train_loss", loss, prog_bar=True)
         self.log("loss", loss)
         return loss
@@ -292,10 +292,9 @@ class TransformersModule(TrainModule):
             inputs.setdefault("use_cache", False)
         if not self._has_labels(batch):
             return None, self.model(**inputs)
-        labels = None
-        if self.compute_loss_func is not None or self._smoothing:
-            labels = inputs.pop("labels", None)
-            self._add_decoder_inputs(inputs, labels)
+        labels = batch.get("labels")
+        if not self._passes_labels(batch):
+            inputs.pop("labels", None)
         outputs = self.model(**inputs)
         if self.compute_loss_func is not None:
             count = torch.tensor(self._count(batch), device=self.device)
@@ -306,22 +305,32 @@ class TransformersModule(TrainModule):
                     f"label_smoothing_factor={self._smoothing} needs labels under 'labels', but the batch has {sorted(batch)}. "
                     "Remove it: label_smoothing_factor=0.0"
                 )
-            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+            logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[int("labels" in inputs)]
             return smoothed_loss(logits, labels, self._smoothing, self._count.shifts), outputs
-        return (outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]), outputs
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
+        return (loss / self._count(batch) if self._count.is_sum and loss is not None else loss), outputs
+
+    def _no_loss(self, keys: Sequence[str]) -> LossError:
+        names, taken = self._label_names, inspect.signature(self._base_class.forward).parameters
+        if names and all(name in keys for name in names):
+            fix = f"Its labels have another name: rename {names} to {find_labels(self._base_class)} in the data set."
+        elif not names and "return_loss" in taken:
+            fix = "It computes one if it is asked to: return {..., 'return_loss': True} from the data_collator."
+        else:
+            fix = f"Expected labels under {names or 'labels'}: add them to the data set, or pass label_names=[...]."
+        return LossError(f"{self._base_class.__name__} returned no loss for a batch with the keys {keys}. {fix}")
 
     def _has_labels(self, batch: Mapping[str, Any]) -> bool:
         if not self._label_names:
             return bool(batch.get("return_loss", can_return_loss(self._base_class)))
         return all(batch.get(name) is not None for name in self._label_names)
 
-    def _add_decoder_inputs(self, inputs: dict[str, Any], labels: Tensor | None) -> None:
-        """What an encoder-decoder model makes of labels itself, when it gets them."""
-        base: Any = base_model(self.model)
-        prepare = getattr(base, "prepare_decoder_input_ids_from_labels", None)
-        given = inputs.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
-        if labels is not None and prepare is not None and not given and base.config.is_encoder_decoder:
-            inputs["decoder_input_ids"] = prepare(labels=labels)
+    def _passes_labels(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the model gets the labels: for its own loss, or because it makes the decoder's inputs of them."""
+        if self.compute_loss_func is None and not self._smoothing:
+            return True
+        decodes = getattr(getattr(base_model(self.model), "config", None), "is_encoder_decoder", False)
+        return decodes and not batch.keys() & {"decoder_input_ids", "decoder_inputs_embeds"}
 
     # ---------------------------------------------------------------------------------------------------------- evaluation
 
@@ -358,10 +367,10 @@ class TransformersModule(TrainModule):
     def _logits(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         """The model's outputs but for the loss and caches: a tensor, or a tuple of several."""
         if isinstance(outputs, Mapping):
-            ignored = getattr(self.model.config, "keys_to_ignore_at_inference", ["past_key_values"])
+            ignored = getattr(getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"])
             values = tuple(value for key, value in outputs.items() if key != "loss" and key not in ignored)
         else:
-            own_loss = self._has_labels(batch) and not (self._smoothing or self.compute_loss_func)
+            own_loss = self._has_labels(batch) and self._passes_labels(batch)
             values = tuple(outputs[1:] if own_loss else outputs)
         return values[0] if len(values) == 1 else values
 
@@ -586,6 +595,42 @@ def _check_model(model: Any) -> None:
             f"TransformersModule expected a model, got {model!r}. For example: "
             "TransformersModule(AutoModelForCausalLM.from_pretrained(name))"
         )
+    if hasattr(model, "_orig_mod"):  # its class is not the model's, so that labels and files would not be found
+        raise ConfigurationError(
+            "TransformersModule expected a model, got one that torch.compile has wrapped. Pass the model itself, and let the "
+            "Trainer compile it: Trainer(compile=True)"
+        )
+    try:
+        validate_quantization_for_training(model)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"TransformersModule: {error} For example: TransformersModule(peft.get_peft_model(model, peft.LoraConfig(...)))"
+        ) from error
+
+
+def _checked(module: TransformersModule, own: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of `TransformersModule`, instead of what its subclass, or a configuration, has for them.
+
+    Raises:
+        ConfigurationError: A subclass has passed another value than it got, which would be lost: its own is stored.
+    """
+    forms: dict[str, Callable[[Any], Any]] = {
+        "optim": _text,
+        "lr_scheduler_type": _text,
+        "optim_args": read_optim_args,
+        "include_for_metrics": tuple,
+    }
+    names = module.hparams.keys() & own.keys()
+    for name in names:
+        stored, value = module.hparams[name], own[name]
+        stored = forms[name](stored) if name in forms else stored
+        if stored != value and isinstance(stored, _Plain) and isinstance(value, _Plain):
+            raise ConfigurationError(
+                f"{type(module).__name__} got {name}={stored!r}, but passes {name}={value!r} to TransformersModule. "
+                "load_from_checkpoint needs the former, training the latter, and self.hparams has one of this name. Give the "
+                f"argument of {type(module).__name__} another name: def __init__(self, model, my_{name}=...)"
+            )
+    return {name: own[name] for name in names}
 
 
 def _agreed(strategy: Any, address: str, error: Exception | None) -> str:
