@@ -185,6 +185,12 @@ READ: dict[str, tuple[dict[str, Any], Any, Callable[[Parts], Any], Any]] = {
         lambda p: p[1].loader_options["persistent_workers"],
         True,
     ),
+    "dataloader_multiprocessing_context": (
+        {"dataloader_num_workers": 1},
+        "spawn",
+        lambda p: p[1].loader_options["multiprocessing_context"],
+        "spawn",
+    ),
     "dataloader_prefetch_factor": ({"dataloader_num_workers": 1}, 5, lambda p: p[1].loader_options["prefetch_factor"], 5),
     "remove_unused_columns": ({}, False, lambda p: p[1].remove_unused_columns, False),
     "label_names": ({}, ["answers"], lambda p: (p[0]._label_names, p[1].label_names), (["answers"], ["answers"])),
@@ -254,7 +260,6 @@ def value_of(name: str) -> Any:
         "optim_target_modules": ["q"],
         "ddp_broadcast_buffers": False,
         "accelerator_config": {"split_batches": True},
-        "dataloader_multiprocessing_context": "spawn",
         "eval_delay": 2,
         "data_seed": 3,
     }

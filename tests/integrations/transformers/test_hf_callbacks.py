@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hugging_face.training_arguments import arguments as short_run
+from helpers.hugging_face.training_arguments import model, rows
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, EarlyStoppingCallback, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments
 from transformers import Trainer as TheirTrainer
 from transformers.trainer_callback import ExportableState
 
@@ -45,23 +47,10 @@ for _event in EVENTS:
     setattr(Recorder, f"on_{_event}", _handler(_event))
 
 
-def rows(count: int) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(3)
-    return [{"input_ids": row, "labels": int(row.sum()) % 2} for row in torch.randint(1, 30, (count, 6), generator=generator)]
-
-
-def model() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(vocab_size=30, max_position_embeddings=8, **sizes, **rates))
-
-
 def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    settings = {"use_cpu": True, "per_device_train_batch_size": 2, "save_strategy": "no", "report_to": "none"}
-    settings |= {"logging_steps": 1, "num_train_epochs": 2, "train_sampling_strategy": "sequential", "learning_rate": 1e-2}
+    settings = {"per_device_train_batch_size": 2, "max_steps": -1, "num_train_epochs": 2, "learning_rate": 1e-2}
     settings |= {"per_device_eval_batch_size": 4, "label_smoothing_factor": 0.1, "disable_tqdm": False}
-    return TrainingArguments(output_dir=str(folder), **{**settings, **options})
+    return short_run(folder, **{**settings, **options})
 
 
 def trained(

@@ -17,10 +17,14 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from helpers.hugging_face.training_arguments import arguments, model, rows
 from helpers.support import TESTS
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    PreTrainedTokenizerFast,
     T5Config,
     T5ForConditionalGeneration,
     TrainerCallback,
@@ -33,7 +37,6 @@ from trainkit.integrations.transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
-    TrainingArguments,
 )
 
 SCRIPTS = TESTS / "helpers" / "hugging_face"
@@ -146,25 +149,6 @@ def test_that_script_on_two_processes_has_the_numbers_of_one() -> None:
 # ------------------------------------------------------------------------------------------------------ in this process
 
 
-def rows(count: int = 12) -> list[dict[str, Any]]:
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(1, 30, (count, 6), generator=generator)
-    return [{"input_ids": row, "labels": int(row.sum()) % 2} for row in tokens]
-
-
-def model() -> BertForSequenceClassification:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForSequenceClassification(BertConfig(vocab_size=30, max_position_embeddings=8, **sizes, **rates))
-
-
-def arguments(folder: Path, **options: Any) -> TrainingArguments:
-    settings = {"use_cpu": True, "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": "none"}
-    settings |= {"logging_steps": 1, "max_steps": 2, "train_sampling_strategy": "sequential"}
-    return TrainingArguments(output_dir=str(folder), **{**settings, **options})
-
-
 def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -229,8 +213,8 @@ def test_methods_that_would_never_be_called_are_an_error(tmp_path: Path) -> None
         Mine(model(), args, train_dataset=rows(), eval_dataset=rows())
     assert [line.split(":")[0] for line in str(caught.value).splitlines()[1:]] == [
         "- _save_checkpoint",
-        "- training_step",
         "- evaluate",
+        "- training_step",
     ]
 
     class Evaluates(Trainer):
@@ -238,6 +222,104 @@ def test_methods_that_would_never_be_called_are_an_error(tmp_path: Path) -> None
             return {"eval_mine": 1.0}
 
     assert Evaluates(model(), arguments(tmp_path), train_dataset=rows()).evaluate() == {"eval_mine": 1.0}
+
+
+def test_a_loss_with_what_transformers_documents_for_it(tmp_path: Path) -> None:
+    """`loss_is_scaled_for_ga` says how transformers divides it; here it is the mean over the window either way."""
+
+    class Mine(Trainer):
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss = torch.nn.functional.cross_entropy(outputs.logits, labels)
+            return (loss, outputs) if return_outputs else loss
+
+    args = arguments(tmp_path, gradient_accumulation_steps=2)
+    mine, plain = (kind(model(), args, train_dataset=rows(11)) for kind in (Mine, Trainer))
+    mine.model_accepts_loss_kwargs = False
+    mine.train()
+    plain.train()
+    assert losses(mine) == pytest.approx(losses(plain), rel=1e-6)
+
+
+def test_methods_that_are_assigned(tmp_path: Path) -> None:
+    """They act if those of a subclass do, and are refused if not."""
+    plain = Trainer(model(), arguments(tmp_path), train_dataset=rows())
+    plain.train()
+    trainer: Any = Trainer(model(), arguments(tmp_path), train_dataset=rows())
+    entries: list[dict[str, float]] = []
+    own = trainer.compute_loss
+    trainer.compute_loss = lambda model, inputs, return_outputs=False: 3 * own(model, inputs)
+    trainer.log = lambda logs, start_time=None: entries.append(logs)
+    trainer.train()
+    assert entries[0]["loss"] == pytest.approx(3 * losses(plain)[0])
+    with pytest.raises(UnsupportedArgumentError, match="training_step = .* would never be called: override compute_loss"):
+        trainer.training_step = lambda *args: None
+    with pytest.raises(UnsupportedArgumentError, match=r"label_names = .* no effect. Use TrainingArguments\(label_names="):
+        trainer.label_names = ["other"]
+    trainer.evaluate = lambda: {"eval_mine": 1.0}
+    assert trainer.evaluate() == {"eval_mine": 1.0}
+    evaluating: Any = Trainer(model(), arguments(tmp_path, eval_strategy="epoch"), train_dataset=rows(), eval_dataset=rows())
+    with pytest.raises(UnsupportedArgumentError, match="a run evaluates by itself"):
+        evaluating.evaluate = dict
+
+
+def test_attributes_that_are_assigned_act_from_the_next_call(tmp_path: Path) -> None:
+    expected = Trainer(model(), arguments(tmp_path, learning_rate=0.1, max_steps=3), train_dataset=rows()[::-1])
+    expected.train()
+    trainer = Trainer(model(), arguments(tmp_path), train_dataset=rows(), eval_dataset=rows())
+    trainer.train_dataset, trainer.args.learning_rate, trainer.args.max_steps = rows()[::-1], 0.1, 3
+    trainer.train()
+    assert losses(trainer) == losses(expected)
+    made = trainer.trainer
+    trainer.compute_metrics = lambda found: {"rows": len(found.predictions)}
+    trainer.eval_dataset = rows(7)
+    assert trainer.evaluate()["eval_rows"] == 7
+    own = trainer.data_collator
+    trainer.data_collator = lambda few: {**own(few), "labels": torch.ones(len(few), dtype=torch.long)}
+    assert trainer.predict(rows(5)).label_ids.tolist() == [1] * 5
+    assert trainer.trainer is made  # what a fit leaves is not replaced by an evaluation
+
+
+def test_the_model_gets_the_special_tokens_of_the_tokenizer(tmp_path: Path) -> None:
+    """As in transformers: a classifier that looks for the last token of a row needs to know what is padding."""
+    words = Tokenizer(WordLevel({"<pad>": 0, "<s>": 1, **{f"word{i}": i for i in range(2, 30)}}, unk_token="<pad>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", bos_token="<s>")
+    sizes = {"vocab_size": 30, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    gpt2 = GPT2ForSequenceClassification(GPT2Config(pad_token_id=None, bos_token_id=9, eos_token_id=9, **sizes))
+    trainer = Trainer(gpt2, arguments(tmp_path), train_dataset=rows(), processing_class=tokenizer)
+    trainer.train()  # without a padding token the model refuses several rows
+    assert (gpt2.config.pad_token_id, gpt2.config.bos_token_id, gpt2.config.eos_token_id) == (0, 1, 9)
+
+
+def test_the_loop_of_an_evaluation_is_called_by_a_subclass(tmp_path: Path) -> None:
+    """As in transformers' examples of question answering."""
+
+    class Answers(Trainer):
+        def evaluate(self, eval_dataset: Any = None, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+            function, self.compute_metrics = self.compute_metrics, None
+            loader = self.get_eval_dataloader(eval_dataset)
+            found = self.evaluation_loop(loader, description="Evaluation", metric_key_prefix=metric_key_prefix)
+            self.compute_metrics = function
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found.metrics)
+            assert found.metrics is not None
+            return {**found.metrics, "answers": float(found.predictions.sum()), "rows": found.num_samples}
+
+    def refuse(found: Any) -> Any:
+        raise AssertionError("metrics are computed by the subclass")
+
+    trainer = Answers(model(), arguments(tmp_path), eval_dataset=rows(7), compute_metrics=refuse)
+    plain = Trainer(model(), arguments(tmp_path), eval_dataset=rows(7))
+    found = trainer.evaluate(metric_key_prefix="mine")
+    assert set(found) == {"mine_loss", "answers", "rows"}
+    assert found["mine_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-6)
+    assert found["answers"] == pytest.approx(plain.predict(rows(7)).predictions.sum(), rel=1e-5)
+    assert found["rows"] == 7
+    only = plain.evaluation_loop(plain.get_eval_dataloader(), "", prediction_loss_only=True)
+    assert only[:2] == (None, None)
+    assert only.metrics == {"eval_loss": found["mine_loss"]}
 
 
 def test_predictions_with_and_without_labels(tmp_path: Path) -> None:
@@ -265,6 +347,8 @@ def test_several_evaluation_sets(tmp_path: Path) -> None:
     both = trainer.evaluate()
     assert both["eval_short_loss"] == pytest.approx(trainer.evaluate(sets["short"])["eval_loss"])
     assert both["eval_long_loss"] == pytest.approx(trainer.evaluate("long", metric_key_prefix="x")["x_loss"])
+    assert {"eval_short_runtime", "eval_long_runtime"} < set(both)
+    assert {"y_new_loss"} < set(trainer.evaluate({"new": rows(3)}, metric_key_prefix="y"))
 
 
 def test_it_resumes_where_it_stopped(tmp_path: Path) -> None:
@@ -320,8 +404,20 @@ def test_each_training_begins_with_the_model_of_model_init(tmp_path: Path) -> No
 
 def test_unknown_attributes_say_what_to_use(tmp_path: Path) -> None:
     trainer = Trainer(model(), arguments(tmp_path))
-    with pytest.raises(AttributeError, match=r"trainer\.trainer, trainer\.module"):
+    with pytest.raises(AttributeError, match=r"Use trainer\.trainer, which has device"):
         _ = trainer.accelerator
+    with pytest.raises(AttributeError, match="Use a loop around train with model_init"):
+        _ = trainer.hyperparameter_search
+    with pytest.raises(AttributeError, match=r"trainer\.trainer, trainer\.module"):
+        _ = trainer.floating_point_ops
+
+    class Evaluates(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            training.evaluate(rows())
+
+    training = Trainer(model(), arguments(tmp_path), train_dataset=rows(), callbacks=[Evaluates()])
+    with pytest.raises(UnsupportedArgumentError, match="eval_dataset={'validation': validation, 'train': train}"):
+        training.train()
     assert isinstance(trainer.trainer, OwnTrainer)
     with pytest.raises(UnsupportedArgumentError, match="Optuna"):
         trainer.train(trial=object())
@@ -342,6 +438,9 @@ def test_seq2seq_generates(tmp_path: Path) -> None:
     longest = trainer.predict(pairs, min_new_tokens=8, max_length=10)
     assert longest.predictions.shape[1] > 5
     assert trainer.model.generation_config.min_new_tokens is None
+    trainer._gen_kwargs = {"min_new_tokens": 8, "max_length": 10}  # as examples of question answering assign them
+    found = trainer.evaluation_loop(trainer.get_eval_dataloader(), "", metric_key_prefix="x")
+    assert np.array_equal(found.predictions, longest.predictions)
 
 
 class FakeHub:
@@ -377,6 +476,8 @@ def test_hub_upload(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     uploads = [call[2] for call in FakeHub.calls if call[0] == "upload"]
     assert uploads == ([] if strategy == "end" else [f"Training in progress, step {step}" for step in (1, 2)])
     FakeHub.calls.clear()
+    trainer.save_model(_internal_call=True)
+    assert not FakeHub.calls
     trainer.save_model()
     assert FakeHub.calls == [
         ("token", "secret"),

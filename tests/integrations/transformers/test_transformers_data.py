@@ -450,6 +450,8 @@ def test_fit_needs_training_data() -> None:
         ({"data_collator": 3}, "data_collator must be a function"),
         ({"persistent_workers": True}, "persistent_workers needs worker processes.*num_workers=2"),
         ({"prefetch_factor": 2}, "prefetch_factor needs worker processes"),
+        ({"multiprocessing_context": "spawn"}, "multiprocessing_context needs worker processes"),
+        ({"multiprocessing_context": "thread", "num_workers": 1}, "must be one of 'fork', 'spawn'"),
         ({"packing": "yes"}, "packing must be True or False"),
         ({"long_rows": "cut"}, "long_rows must be one of"),
         ({"train": {"train": [], "test": []}}, r"dict of 'train', 'test'.*train=datasets\['train'\]"),
@@ -477,6 +479,7 @@ def test_rows_without_a_length() -> None:
 
 def test_the_options_of_loaders() -> None:
     options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3, "pin_memory": False}
+    options["multiprocessing_context"] = "spawn"
     both = {"first": random_rows(5), "second": random_rows(4)}
     sizes = {"train_batch_size": 2, "eval_batch_size": 3}
     data = TransformersData(random_rows(9), random_rows(9), test=both, drop_last=True, **sizes, **options)
@@ -485,6 +488,8 @@ def test_the_options_of_loaders() -> None:
     assert [list(loader.dataset) for loader in data.test_dataloader()] == list(both.values())
     assert data.test_names == ("first", "second")
     for loader in (train_loader, val_loader):
-        assert {name: getattr(loader, name) for name in options} == options
+        used: Any = loader.multiprocessing_context
+        given = {name: getattr(loader, name) for name in options} | {"multiprocessing_context": used.get_start_method()}
+        assert given == options
     assert (train_loader.drop_last, val_loader.drop_last) == (True, False)
     assert TransformersData(random_rows(2)).train_dataloader().pin_memory == torch.accelerator.is_available()

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import align_special_tokens
 
 from trainkit.callback import Callback
 from trainkit.callbacks import MemoryMonitor
@@ -29,7 +30,7 @@ from trainkit.trainer import Trainer
 if TYPE_CHECKING:
     from trainkit.integrations.transformers.transformers_module import TransformersModule
 
-__all__ = ["from_arguments", "make_run", "of_transformers", "run_length"]
+__all__ = ["from_arguments", "make_data", "make_run", "of_transformers", "run_length"]
 
 # TrainingArguments → TransformersModule
 _MODULE = {
@@ -48,6 +49,7 @@ _DATA = {
     "dataloader_num_workers": "num_workers",
     "dataloader_persistent_workers": "persistent_workers",
     "dataloader_prefetch_factor": "prefetch_factor",
+    "dataloader_multiprocessing_context": "multiprocessing_context",
     "dataloader_drop_last": "drop_last",
     "train_sampling_strategy": "train_sampling_strategy",
     "length_column_name": "length_column_name",
@@ -79,25 +81,25 @@ def from_arguments(
     kind: type[TransformersModule],
     model: nn.Module,
     args: TrainingArguments,
-    callbacks: Sequence[Any],
+    callbacks: Sequence[Any] | None,
     optimizers: tuple[Optimizer | None, Any],
     *,
     data: Mapping[str, Any],
     module: Mapping[str, Any],
 ) -> tuple[TransformersModule, TransformersData, Trainer]:
-    """See `TransformersModule.from_arguments`, which calls this with its class; `data` and `module` as for `make_run`."""
+    """See `TransformersModule.from_arguments`, which calls this with its class, and `make_run`."""
     if not isinstance(args, TrainingArguments):
         raise ConfigurationError(
             f"from_arguments expected TrainingArguments of transformers, got {type(args).__name__}. For example: "
             "from_arguments(model, TrainingArguments(output_dir='out'), train_dataset=train)"
         )
     events = HuggingFaceEvents(args, of_transformers(callbacks), processing_class=module["processing_class"])
-    more = [callback for callback in callbacks if isinstance(callback, Callback)]
+    more = [callback for callback in callbacks or () if isinstance(callback, Callback)]
     if any(optimizers):
         kind = with_optimizers(kind, optimizers)
-    run = make_run(kind, model, args, events, more, data=data, module=module)
+    parts = make_run(kind, model, args, events, more, data=data, module=module)
     events.attach(model)
-    return run
+    return parts
 
 
 def make_run(
@@ -131,8 +133,6 @@ def make_run(
         refuse_push(args, refusals, pushes)
     length = run_length(args, data["train"])
     of_module = module_arguments(args, refusals) | dict(module)
-    of_data = {ours: getattr(args, name) for name, ours in _DATA.items()} | dict(data)
-    of_data |= {"pin_memory": None if args.dataloader_pin_memory else False, "processing_class": module["processing_class"]}
     of_trainer = trainer_arguments(args, length, refusals, evaluates=data["val"] is not None)
     of_trainer["callbacks"] = [events, *callbacks, *_more_callbacks(args)]
     checkpoints = checkpoint_callback(args, length, events)
@@ -144,11 +144,22 @@ def make_run(
     of_trainer["strategy"] = strategy_of(args, refusals)
     of_trainer["logger"] = loggers_of(args, refusals)
     refusals.raise_all()
-    prepare_model(model, args)
+    prepare_model(model, args, module["processing_class"])
     if args.prediction_loss_only:
         of_module["compute_metrics"] = None
     trainer = Trainer(**of_trainer)
-    return kind(model, **of_module), TransformersData(**of_data), trainer
+    return kind(model, **of_module), make_data(args, processing_class=module["processing_class"], **data), trainer
+
+
+def make_data(args: TrainingArguments, **given: Any) -> TransformersData:
+    """The data of a run.
+
+    Args:
+        args: the arguments.
+        given: arguments of `TransformersData` that are not in `args`.
+    """
+    values = {ours: getattr(args, name) for name, ours in _DATA.items()}
+    return TransformersData(**values, pin_memory=None if args.dataloader_pin_memory else False, **given)
 
 
 def refuse_push(args: TrainingArguments, refusals: Refusals, pushes: bool) -> None:
@@ -206,10 +217,12 @@ def module_arguments(args: TrainingArguments, refusals: Refusals) -> dict[str, A
     return values
 
 
-def prepare_model(model: Any, args: TrainingArguments) -> None:
-    """What the arguments change in the model itself."""
+def prepare_model(model: Any, args: TrainingArguments, processing_class: Any) -> None:
+    """What the arguments, and the special tokens of a tokenizer, change in the model itself."""
     if getattr(model, "config", None) is not None:
         model.config.use_cache = args.use_cache
+        if isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
+            align_special_tokens(model, processing_class)
     if args.use_liger_kernel:
         from transformers.integrations.liger import apply_liger_kernel
 

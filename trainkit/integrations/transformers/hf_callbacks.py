@@ -311,7 +311,10 @@ class HuggingFaceEvents(Callback):
         if inputs is None:
             return
         self._inputs += inputs.numel()
-        if self.args.include_num_input_tokens_seen != "non_padding":
+        counted = self.args.include_num_input_tokens_seen
+        if counted == "no":
+            return
+        if counted != "non_padding":
             self._tokens += inputs.numel()
         elif "attention_mask" in batch:
             self._tokens += int(batch["attention_mask"].sum())

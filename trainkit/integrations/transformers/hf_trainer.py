@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -25,13 +25,14 @@ from transformers import (
 )
 from transformers.modelcard import TrainingSummary
 from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metrics, save_state
-from transformers.trainer_utils import EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 
 from trainkit.callback import Callback
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError, nearest
-from trainkit.integrations.transformers.from_arguments import make_run, of_transformers
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.integrations.transformers.from_arguments import make_data, make_run, of_transformers
 from trainkit.integrations.transformers.hf_callbacks import HuggingFaceEvents
-from trainkit.integrations.transformers.transformers_data import TransformersData
+from trainkit.integrations.transformers.hf_overrides import missing_attribute, refuse_assignment, refuse_overrides
+from trainkit.integrations.transformers.transformers_data import TransformersData, default_collator
 from trainkit.integrations.transformers.transformers_module import TransformersModule
 from trainkit.registry import accepts_keyword
 
@@ -56,10 +57,13 @@ class HuggingFaceTrainer:
     **Subclasses** may override `compute_loss`, `create_optimizer`, `create_scheduler`, `create_optimizer_and_scheduler`,
     `get_train_dataloader`, `get_eval_dataloader`, `get_test_dataloader` and `log`; with `eval_strategy="no"` also `evaluate`,
     and with `save_strategy="no"` also `save_model`, which a run does not call. To override another method of transformers'
-    `Trainer` is an error of the constructor, since it would not be called.
+    `Trainer` is an error of the constructor, since it would not be called; to assign one later is an error too.
 
     `compute_loss` returns the mean over its batch: `num_items_in_batch` is the number of counted labels of this batch, and the
-    gradient is weighted by it.
+    gradient is weighted by it. `loss_is_scaled_for_ga` and `model_accepts_loss_kwargs` have no effect.
+
+    **Attributes.** The arguments of the constructor are attributes, as are the values of `args`. What a script assigns to them
+    acts from the next call of `train`, `evaluate` or `predict`.
 
     Args:
         model: The model.
@@ -122,7 +126,7 @@ class HuggingFaceTrainer:
         preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
     ) -> None:
         self.args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
-        refuse_overrides(self)
+        refuse_overrides(self, HuggingFaceTrainer, self.args)
         if (model is None) == (model_init is None):
             raise ConfigurationError("Trainer needs a model or a model_init, and not both. For example: model=model, args=args")
         if optimizer_cls_and_kwargs is not None and optimizers[0] is not None:
@@ -131,8 +135,11 @@ class HuggingFaceTrainer:
         self.model_init = model_init
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.processing_class = processing_class
-        self.data_collator = data_collator
+        self.data_collator = default_collator(processing_class) if data_collator is None else data_collator
+        self._default_collator = None if data_collator is not None else self.data_collator
         self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.compute_loss_func = compute_loss_func
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         self.hub_model_id: str | None = None
@@ -140,13 +147,8 @@ class HuggingFaceTrainer:
         if self.args.push_to_hub and str(self.args.hub_strategy.value) == "every_save":
             given = [*given, UploadOnSave(self)]
         self.events = HuggingFaceEvents(self.args, given, processing_class=processing_class)
-        self.events.write_log = self.log
+        self.events.write_log = lambda logs: self.log(logs)  # as it is then
         self._callbacks = [callback for callback in callbacks or () if isinstance(callback, Callback)]
-        self._functions = {
-            "compute_metrics": compute_metrics,
-            "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
-            "compute_loss_func": compute_loss_func,
-        }
         self._trained = False
         self.model: Any = model if model_init is None else model_init()
         self._make()
@@ -154,36 +156,53 @@ class HuggingFaceTrainer:
 
     def _make(self) -> None:
         self.module: HuggingFaceModule
+        self.events.args = self.args
         module, data, self.trainer = make_run(
             HuggingFaceModule,
             self.model,
             self.args,
             self.events,
             self._callbacks,
-            data={"train": self.train_dataset, "val": self.eval_dataset, "data_collator": self.data_collator},
-            module={"processing_class": self.processing_class, **self._functions},
+            data=self._of_data(),
+            module={"processing_class": self.processing_class},
             pushes=True,
         )
         assert isinstance(module, HuggingFaceModule)
         self.module = module
         module.belong_to(self)
         self.data = HuggingFaceData(self, data)
+        self._made_of = self._parts()
+
+    def _of_data(self) -> dict[str, Any]:
+        collator = None if self.data_collator is self._default_collator else self.data_collator
+        return {"train": self.train_dataset, "val": self.eval_dataset, "data_collator": collator}
+
+    def _parts(self) -> list[Any]:
+        return [str(self.args.to_dict()), self.model, self.train_dataset, self.eval_dataset, self.data_collator]
+
+    def _read_attributes(self, trains: bool) -> None:
+        """Use what the script has assigned since the last run."""
+        (values, *parts), (old_values, *old_parts) = self._parts(), self._made_of
+        changed = values != old_values or any(one is not old for one, old in zip(parts, old_parts, strict=True))
+        if changed and trains:
+            self._make()
+        elif changed:
+            data = make_data(self.args, processing_class=self.processing_class, **self._of_data())
+            self.data = HuggingFaceData(self, data)
+        module = self.module
+        module.processing_class = self.events.handler.processing_class = self.processing_class
+        module.compute_metrics = None if self.args.prediction_loss_only else self.compute_metrics
+        module.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics
+        module.compute_loss_func = self.compute_loss_func
 
     if not TYPE_CHECKING:  # Type checkers report unknown attributes themselves.
 
         def __getattr__(self, name: str) -> Any:
-            known = hasattr(transformers.Trainer, name) or name in (
-                "accelerator",
-                "tokenizer",
-                "label_smoother",
-                "model_wrapped",
-            )
-            fix = " trainkit's own objects are trainer.trainer, trainer.module and trainer.data." if known else ""
-            raise AttributeError(
-                f"{type(self).__name__} of trainkit has no {name!r}.{fix or nearest(name, dir(type(self)))}",
-                name=name,
-                obj=None,
-            )
+            raise missing_attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        refuse_assignment(self, name, HuggingFaceTrainer, vars(self).get("args"))
+        super().__setattr__(name, value)
 
     # --------------------------------------------------------------------------------------------------------- what it shows
 
@@ -194,8 +213,12 @@ class HuggingFaceTrainer:
 
     @property
     def control(self) -> TrainerControl:
-        """The flags of the callbacks."""
+        """The flags of the callbacks, which a subclass assigns after it has called them itself."""
         return self.events.control
+
+    @control.setter
+    def control(self, control: TrainerControl) -> None:
+        self.events.control = control
 
     @property
     def callback_handler(self) -> Any:
@@ -322,7 +345,7 @@ class HuggingFaceTrainer:
         if self._trained and self.model_init is not None:
             set_seed(self.args.seed)
             self.model, self.optimizer, self.lr_scheduler = self.model_init(), None, None
-            self._make()
+        self._read_attributes(trains=True)
         self._trained = True
         path = "last" if resume_from_checkpoint is True else resume_from_checkpoint or None
         with self._ignoring(ignore_keys_for_eval):
@@ -345,7 +368,18 @@ class HuggingFaceTrainer:
             dataset = self.eval_dataset[dataset]
         if dataset is None:
             raise ConfigurationError("evaluate needs a dataset. Pass it: evaluate(eval_dataset), or to the constructor")
+        if self.trainer.stage is not None:
+            raise UnsupportedArgumentError(
+                "evaluate cannot be called within train. Pass all datasets to the constructor, and the metrics of each are "
+                "logged: eval_dataset={'validation': validation, 'train': train}"
+            )
+        if isinstance(dataset, dict):
+            found: dict[str, float] = {}
+            for name, one in dataset.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
         start = time.time()
+        self._read_attributes(trains=False)
         with self._ignoring(ignore_keys):
             results = self.trainer.validate(self.module, datamodule=self.data.with_dataset("val", dataset), verbose=False)
         metrics = _renamed(results, "eval", metric_key_prefix) | self._speed(metric_key_prefix, start, dataset)
@@ -367,17 +401,47 @@ class HuggingFaceTrainer:
             `(predictions, label_ids, metrics)` as numpy arrays, on every process; `label_ids` is `None` without labels.
         """
         start = time.time()
-        with self._ignoring(ignore_keys), self.module.keeping() as kept:
-            results = self.trainer.test(self.module, datamodule=self.data.with_dataset("test", test_dataset), verbose=False)
+        self._read_attributes(trains=False)
+        loader = self.get_test_dataloader(test_dataset)
+        found = self.evaluation_loop(loader, "Prediction", None, ignore_keys, metric_key_prefix)
+        metrics = {**(found.metrics or {}), **self._speed(metric_key_prefix, start, test_dataset)}
+        self.events.predicted(metrics)
+        return PredictionOutput(found.predictions, found.label_ids, metrics)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Predict for all batches of a loader, for a subclass that overrides `evaluate` or `predict`. It may not be overridden.
+
+        Args:
+            dataloader: The loader, such as that of `get_eval_dataloader`.
+            description: No effect.
+            prediction_loss_only: Compute the loss only; default: as the arguments say.
+            ignore_keys: Outputs of the model that are no predictions.
+            metric_key_prefix: What the names of metrics begin with.
+
+        Returns:
+            `(predictions, label_ids, metrics, num_samples)`: numpy arrays on every process, or `None`; the metrics are the loss
+            and those of `self.compute_metrics`.
+        """
+        self._read_attributes(trains=False)
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        with self._ignoring(ignore_keys), self.module.keeping(not loss_only) as kept:
+            results = self.trainer.test(self.module, dataloaders=dataloader, verbose=False)
         # Each process of the script works on them.
         predictions, labels = self.trainer.strategy.world.broadcast_user_object(kept or (None, None))
-        metrics = _renamed(results, "test", metric_key_prefix) | self._speed(metric_key_prefix, start, test_dataset)
-        self.events.predicted(metrics)
-        return PredictionOutput(predictions, labels, metrics)
+        first = predictions[0] if isinstance(predictions, tuple) else predictions
+        dataset: Any = dataloader.dataset
+        rows = len(dataset) if hasattr(dataset, "__len__") else None if first is None else len(first)
+        return EvalLoopOutput(predictions, labels, _renamed(results, "test", metric_key_prefix), rows)
 
     def _speed(self, prefix: str, start: float, dataset: Any) -> dict[str, float]:
-        sets = list(dataset.values()) if isinstance(dataset, dict) else [dataset]
-        rows = sum(len(one) for one in sets if hasattr(one, "__len__"))
+        rows = len(dataset) if hasattr(dataset, "__len__") else 0
         steps = -(-rows // (self.args.per_device_eval_batch_size * self.trainer.world_size))
         found: dict[str, float] = speed_metrics(prefix, start, num_samples=rows or None, num_steps=steps or None)
         return found
@@ -399,16 +463,17 @@ class HuggingFaceTrainer:
 
     # -------------------------------------------------------------------------------------------------------------- saving
 
-    def save_model(self, output_dir: str | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model and the files of the processing class, as `from_pretrained` opens them. All processes call it.
 
         With `push_to_hub=True` in the arguments, it is uploaded too.
 
         Args:
             output_dir: The folder; default: that of the arguments.
+            _internal_call: Do not upload; an override may pass it on.
         """
         self._save_pretrained(output_dir)
-        if self.args.push_to_hub:
+        if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save")
 
     def _save_pretrained(self, output_dir: str | None) -> None:
@@ -493,6 +558,8 @@ class HuggingFaceSeq2SeqTrainer(HuggingFaceTrainer):
     `Seq2SeqTrainingArguments`, predictions are what the model generates.
     """
 
+    _gen_kwargs: Mapping[str, Any] = MappingProxyType({})  # transformers' name, which a subclass may assign to
+
     def evaluate(
         self,
         eval_dataset: Any = None,
@@ -526,8 +593,13 @@ class HuggingFaceSeq2SeqTrainer(HuggingFaceTrainer):
             metric_key_prefix: What the names of metrics begin with.
             generation: Arguments of `generate`.
         """
-        with self._generating(generation):
-            return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+        self._gen_kwargs = generation
+        return super().predict(test_dataset, ignore_keys, metric_key_prefix)
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> EvalLoopOutput:
+        """See `HuggingFaceTrainer.evaluation_loop`; it generates with the arguments in `self._gen_kwargs`."""
+        with self._generating(self._gen_kwargs):
+            return super().evaluation_loop(*args, **options)
 
     @contextmanager
     def _generating(self, options: Mapping[str, Any]) -> Iterator[None]:
@@ -569,7 +641,7 @@ class HuggingFaceModule(TransformersModule):
 
     def _evaluate(self, batch: Mapping[str, Any]) -> tuple[Tensor | None, Any]:
         compute = self._owner.compute_loss
-        if type(self._owner).compute_loss is HuggingFaceTrainer.compute_loss or not self._has_labels(batch):
+        if getattr(compute, "__func__", None) is HuggingFaceTrainer.compute_loss or not self._has_labels(batch):
             return super()._evaluate(batch)
         options: dict[str, Any] = {}
         if accepts_keyword(compute, "num_items_in_batch"):
@@ -601,8 +673,8 @@ class HuggingFaceModule(TransformersModule):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
     @contextmanager
-    def keeping(self) -> Iterator[list[Any]]:
-        """Within it the predictions and labels of an evaluation are copied to a list, on the main process."""
+    def keeping(self, keeps: bool) -> Iterator[list[Any]]:
+        """Within it the predictions and labels of an evaluation are copied to a list, on the main process, if `keeps`."""
         kept: list[Any] = []
         function = self.compute_metrics
 
@@ -612,7 +684,7 @@ class HuggingFaceModule(TransformersModule):
             kept.extend([_copied(found.predictions), None if without else _copied(labels)])
             return {} if function is None or without else function(found)
 
-        self._kept, self.compute_metrics = kept, keep
+        self._kept, self.compute_metrics = (kept, keep) if keeps else (None, None)
         try:
             yield kept
         finally:
@@ -691,45 +763,6 @@ class UploadOnSave(TrainerCallback):  # type: ignore[misc]  # transformers has n
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Upload, and wait until that is done."""
         self._trainer.push_to_hub(commit_message=f"Training in progress, step {state.global_step}")
-
-
-def refuse_overrides(trainer: HuggingFaceTrainer) -> None:
-    """Refuse methods of a subclass that a run would not call.
-
-    Raises:
-        UnsupportedArgumentError: there are some.
-    """
-    kinds = type(trainer).__mro__
-    ours = next(kind for kind in kinds if kind.__module__ == __name__)
-    own = {name for kind in kinds[: kinds.index(ours)] for name in vars(kind)}
-    refused = {
-        name: _INSTEAD.get(name, "override compute_loss or a loader, use a callback, or write a TrainModule")
-        for name in sorted(own)
-        if hasattr(transformers.Trainer, name) and not hasattr(HuggingFaceTrainer, name) and not name.startswith("__")
-    }
-    if "evaluate" in own and trainer.args.eval_strategy != "no":
-        refused["evaluate"] = "a run evaluates by itself. Use compute_metrics, or a callback with on_evaluate"
-    if "save_model" in own and trainer.args.save_strategy != "no":
-        refused["save_model"] = "a run saves checkpoints by itself. Use a callback with on_save"
-    if refused:
-        lines = "\n".join(f"- {name}: {fix}" for name, fix in refused.items())
-        raise UnsupportedArgumentError(
-            f"{type(trainer).__name__} overrides methods of transformers' Trainer that would never be called:\n{lines}"
-        )
-
-
-_INSTEAD = {
-    "training_step": "override compute_loss; backward and the optimizer step are trainkit's",
-    "prediction_step": "override compute_loss, or use preprocess_logits_for_metrics",
-    "evaluation_loop": "use compute_metrics, or a TransformersModule of your own",
-    "_get_train_sampler": "override get_train_dataloader",
-    "_get_eval_sampler": "override get_eval_dataloader",
-    "_save_checkpoint": "use a callback with on_save",
-    "_save": "use a callback with on_save",
-    "_maybe_log_save_evaluate": "use a callback with on_log, on_evaluate or on_save",
-    "get_decay_parameter_names": "override create_optimizer",
-    "get_optimizer_cls_and_kwargs": "pass optimizer_cls_and_kwargs, or override create_optimizer",
-}
 
 
 def _renamed(results: Sequence[Mapping[str, float]], stage: str, prefix: str) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,9 +29,10 @@ from trainkit.integrations.transformers.packing import (
 from trainkit.module.data_module import DataModule
 from trainkit.rng import RandomState
 
-__all__ = ["TransformersData"]
+__all__ = ["TransformersData", "default_collator"]
 
 _STRATEGIES = ("random", "sequential", "group_by_length")
+_CONTEXTS = tuple(multiprocessing.get_all_start_methods())
 _ROWS_AT_A_TIME = 10_000
 _NAMES = {"train": "training", "val": "validation", "test": "test", "predict": "prediction"}
 
@@ -61,6 +63,8 @@ class TransformersData(KnownKeywords, DataModule):
         pin_memory: Fetch into page-locked memory; `None`: if there is an accelerator.
         persistent_workers: Keep the workers after an epoch. Needs `num_workers`.
         prefetch_factor: Number of batches that each worker fetches in advance; `None`: 2. Needs `num_workers`.
+        multiprocessing_context: How workers are started: "fork", "spawn" or "forkserver"; `None`: Python's default. Needs
+            `num_workers`.
         drop_last: Drop the last training batch if it is short.
         train_sampling_strategy: "random"; "sequential"; or "group_by_length": rows of similar lengths in a batch, by
             `LengthGroupedSampler` of transformers, over groups of 50 batches.
@@ -104,6 +108,7 @@ class TransformersData(KnownKeywords, DataModule):
         pin_memory: bool | None = None,
         persistent_workers: bool = False,
         prefetch_factor: int | None = None,
+        multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = None,
         drop_last: bool = False,
         train_sampling_strategy: Literal["random", "sequential", "group_by_length"] = "random",
         length_column_name: str = "length",
@@ -119,14 +124,17 @@ class TransformersData(KnownKeywords, DataModule):
         self.eval_batch_size = whole_number(eval_batch_size, "eval_batch_size", 1)
         self.data_collator = function(data_collator, "data_collator", "DataCollatorWithPadding(tokenizer)")
         workers = whole_number(num_workers, "num_workers")
-        if workers == 0 and (persistent_workers or prefetch_factor is not None):
-            name = "persistent_workers" if persistent_workers else "prefetch_factor"
-            raise ConfigurationError(f"{name} needs worker processes. For example: num_workers=2")
+        given = (persistent_workers or None, prefetch_factor, multiprocessing_context)
+        names = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
+        needing = [name for name, value in zip(names, given, strict=True) if value is not None]
+        if workers == 0 and needing:
+            raise ConfigurationError(f"{needing[0]} needs worker processes. For example: num_workers=2")
         self.loader_options = {
             "num_workers": workers,
             "pin_memory": torch.accelerator.is_available() if pin_memory is None else switch(pin_memory, "pin_memory"),
             "persistent_workers": switch(persistent_workers, "persistent_workers"),
             "prefetch_factor": whole_number(prefetch_factor, "prefetch_factor", 1, optional=True),
+            "multiprocessing_context": choice(multiprocessing_context, "multiprocessing_context", _CONTEXTS, optional=True),
         }
         self.drop_last = switch(drop_last, "drop_last")
         self.train_sampling_strategy = choice(train_sampling_strategy, "train_sampling_strategy", _STRATEGIES)
@@ -205,7 +213,7 @@ class TransformersData(KnownKeywords, DataModule):
 
         collate = self.data_collator
         if collate is None:
-            return _default_collator(self.processing_class)
+            return default_collator(self.processing_class)
         if isinstance(collate, DataCollatorForLanguageModeling) and collate.seed is not None:
             # Its generator would continue from batch to batch, in each worker and process.
             self._tell(
@@ -362,7 +370,7 @@ def _column_names(dataset: Any) -> list[str] | None:
     return list(row) if isinstance(row, Mapping) else []
 
 
-def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
     """The collator that transformers' Trainer takes by default."""
     from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase, SequenceFeatureExtractor, default_data_collator
 

@@ -236,7 +236,7 @@ class TransformersModule(TrainModule):
             cls,
             model,
             args,
-            callbacks or (),
+            callbacks,
             optimizers,
             data={"train": train_dataset, "val": eval_dataset, "data_collator": data_collator},
             module={
