@@ -19,7 +19,8 @@ from inspect import Parameter, cleandoc, signature
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeGuard, overload
 
-from trainkit.errors import ConfigurationError, UnknownNameError, nearest
+from trainkit.errors import ConfigurationError, UnknownNameError, UnsupportedArgumentError, nearest
+from trainkit.names import advice
 
 __all__ = [
     "Argument",
@@ -276,6 +277,9 @@ def _check_keywords(kind: type, keywords: dict[str, Any]) -> None:
     known = [parameter.name for parameter in parameters]
     for name in keywords:
         if name not in known:
+            fix = advice(kind.__name__, name)
+            if fix is not None:
+                raise UnsupportedArgumentError(f"{kind.__name__}({name}=...): {fix}.")
             raise UnknownNameError(
                 f"{kind.__name__} has no argument {name!r}.{nearest(name, known)} Known: {', '.join(known)}."
             )

@@ -418,10 +418,14 @@ from helpers.runs.tiny import TinyModule
 class Net(TinyModule):
     def configure_models(self):
         self.built = True
+
+    def on_hpc_load(self):
+        pass
 """,
     "build.py": """
 def build(model):
     model.configure_models()
+    model.on_hpc_load()
     return model
 """,
     "train.py": """
@@ -443,6 +447,7 @@ def test_code_in_another_file_of_the_project(run_dir: Path) -> None:
     done = run_python("-u", "train.py")
     assert done.returncode == 0, done.stderr
     assert "Net.configure_models is not called by trainkit" in done.stderr
+    assert "Net.on_hpc_load is not called by trainkit. Use on_load_checkpoint instead. Ignore this" in done.stderr
     assert "Ignore this if build in build.py means your own method" in done.stderr
     Path("build.py").write_text("def build(model):\n    return model\n")
     done = run_python("-u", "train.py")

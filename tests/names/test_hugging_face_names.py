@@ -15,7 +15,7 @@ from helpers.runs.trainers import make_trainer
 from trainkit import Callback, Trainer
 from trainkit.callbacks import ModelCheckpoint
 from trainkit.console import TrainkitWarning
-from trainkit.errors import UnsupportedArgumentError
+from trainkit.errors import HookError, UnsupportedArgumentError
 from trainkit.module.hook_checks import REMOVED, WARNED, check_callback
 from trainkit.module.hook_table import HOOKS
 from trainkit.names import advice, table, use_instead
@@ -128,10 +128,58 @@ def test_the_users_value_is_in_the_advice(arguments: dict[str, Any], use: str) -
 @pytest.mark.parametrize("name", sorted(NAMES["imports"]))
 def test_an_import_says_what_to_use(package: str, name: str) -> None:
     use = NAMES["imports"][name]
-    assert said_by(f"from {package} import {name}") == f"{package} has no {name}. Use: {use}"
+    both = name == "TrainerState"  # Lightning has a class of this name too
+    said = f"from trainkit.trainer.states import {name} (Lightning's). For that of transformers: {use}" if both else use
+    assert said_by(f"from {package} import {name}") == f"{package} has no {name}. Use: {said}"
     assert "import ..." not in use
     for code in re.findall(r"from [\w.]+ import \w+", use):
         exec(code)
+
+
+THERE = {"Seq2SeqTrainer", "Seq2SeqTrainingArguments", "TrainingArguments"}
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES["imports"]} - THERE))
+def test_next_to_the_trainer_with_its_constructor_the_names_are_those_of_transformers(name: str) -> None:
+    said = said_by(f"from trainkit.integrations.transformers import {name}")
+    assert said == f"trainkit.integrations.transformers has no {name}. Use: from transformers import {name}: it works unchanged"
+
+
+@pytest.mark.parametrize("name", ["TransformersData", "TransformersModule"])
+def test_classes_of_ours_in_another_place(name: str) -> None:
+    assert said_by(f"from trainkit import {name}").endswith(f"Use: from trainkit.integrations.transformers import {name}")
+
+
+def test_the_argument_to_resume_is_one_of_fit() -> None:
+    with pytest.raises(
+        UnsupportedArgumentError, match="^Trainer.fit.*ckpt_path='auto' for the newest checkpoint, or its path.$"
+    ):
+        make_trainer().fit(None, resume_from_checkpoint=True)  # type: ignore[arg-type]
+
+
+class OfTransformers(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+class Patient(transformers.EarlyStoppingCallback):  # type: ignore[misc, name-defined]
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("callback", "fix"),
+    [
+        (OfTransformers(), r"not OfTransformers, .* on_step_end is on_train_batch_end, on_log is the method log_metrics"),
+        (OfTransformers, r"on_step_end is on_train_batch_end"),
+        (Patient(3), r"on_evaluate is on_validation_end"),
+        (transformers.EarlyStoppingCallback(3), r"Use from trainkit.callbacks import EarlyStopping"),
+        (transformers.PrinterCallback, r"Use from trainkit.callbacks import TQDMProgressBar"),
+    ],
+)
+def test_a_callback_of_transformers_says_what_to_use(callback: Any, fix: str) -> None:
+    with pytest.raises(HookError, match=f"{fix}.*Or keep it, with Trainer or TransformersModule.from_arguments"):
+        Trainer(callbacks=[callback])
 
 
 @pytest.mark.parametrize("name", sorted(NAMES["attributes"]))

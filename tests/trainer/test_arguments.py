@@ -217,6 +217,12 @@ class Data(DataModule):
     val_dataloader = test_dataloader = predict_dataloader = train_dataloader
 
 
+def test_true_instead_of_a_checkpoint() -> None:
+    """As in `train(resume_from_checkpoint=True)` of the Hugging Face Trainer."""
+    with pytest.raises(ConfigurationError, match=r"not True\. For the newest checkpoint: ckpt_path='auto'$"):
+        make_trainer().fit(TinyModule(), tiny_loader(), ckpt_path=True)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("verb", ["validate", "test"])
 def test_arguments_in_the_wrong_position(verb: str) -> None:
     """A positional argument in the wrong position is an error. If the value is recognized, the error names its keyword."""

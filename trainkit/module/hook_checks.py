@@ -60,7 +60,7 @@ _ERRORS_AMONG_HOOKS = ("on_configure_sharded_model", "on_hpc_load", "on_hpc_save
 WARNED: frozenset[str] = frozenset(name for name in REMOVED if name.startswith("on_") and name not in _ERRORS_AMONG_HOOKS)
 
 
-def check_names(owner: object, base: type, known: Iterable[str]) -> None:
+def check_names(owner: object, base: type, known: Iterable[str], removed: Mapping[str, str] = REMOVED) -> None:
     """Refuse a method of a user's class that looks like a hook but would never be called.
 
     If the class's own code calls it, it is a method of the user's. If other code seems to, it is a warning, and so is a method
@@ -70,6 +70,7 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
         owner: The user's callback, module or data module.
         base: The class of trainkit that it derives from.
         known: The names that trainkit calls.
+        removed: Methods that other frameworks call, and what to use instead.
 
     Raises:
         HookError: A method whose name is almost that of a hook, or that of a hook that Lightning removed.
@@ -77,7 +78,7 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     classes = [cls for cls in type(owner).__mro__ if cls is not base and not cls.__module__.startswith(("trainkit.", "torch."))]
     places: list[tuple[str, Mapping[str, Any]]] = [(cls.__name__, vars(cls)) for cls in classes]
     places.append((type(owner).__name__, vars(owner)))  # Hooks may also be assigned on the object.
-    refused = _find_refused(places, base, tuple(known))
+    refused = _find_refused(places, base, tuple(known), removed)
     if not refused:
         return
     called = find_self_calls([members for _, members in places], refused)
@@ -86,34 +87,35 @@ def check_names(owner: object, base: type, known: Iterable[str]) -> None:
     for name, problem in left.items():
         if name not in callers:
             raise HookError(problem)
-        warn(
-            f"{problem.replace('is never called', 'is not called by trainkit', 1)} Ignore this if {callers[name]} means your "
-            "own method of that name."
-        )
+        text = problem.replace(" is never called by trainkit", " is never called", 1)
+        text = text.replace(" is never called", " is not called by trainkit", 1)
+        warn(f"{text} Ignore this if {callers[name]} means your own method of that name.")
 
 
-def _find_refused(places: Iterable[tuple[str, Mapping[str, Any]]], base: type, known: tuple[str, ...]) -> dict[str, str]:
+def _find_refused(
+    places: Iterable[tuple[str, Mapping[str, Any]]], base: type, known: tuple[str, ...], removed: Mapping[str, str]
+) -> dict[str, str]:
     """The methods that look like a hook, each with what is wrong; those in `WARNED` are a warning instead."""
     refused: dict[str, str] = {}
     for place, members in places:
         for name, member in members.items():
             if name.startswith("_") or not (inspect.isfunction(member) or inspect.ismethod(member)) or hasattr(base, name):
                 continue
-            if name in WARNED:
+            if name in WARNED and name in removed:
                 warn(
                     f"{place}.{name} has the name of a hook of Keras, the Hugging Face Trainer or an older Lightning, which "
                     "trainkit does not call. Ignore this if your own code calls the method. If it is meant as the hook, use "
-                    f"{REMOVED[name]} instead."
+                    f"{removed[name]} instead."
                 )
-            elif problem := _problem(name, f"{place}.{name}", known):
+            elif problem := _problem(name, f"{place}.{name}", known, removed):
                 refused.setdefault(name, problem)
     return refused
 
 
-def _problem(name: str, where: str, known: tuple[str, ...]) -> str | None:
+def _problem(name: str, where: str, known: tuple[str, ...], removed: Mapping[str, str]) -> str | None:
     """What is wrong with a method that looks like a hook; `None` if it does not."""
-    if name in REMOVED:
-        return f"{where} is never called by trainkit. Use {REMOVED[name]} instead."
+    if name in removed:
+        return f"{where} is never called by trainkit. Use {removed[name]} instead."
     if name in known:
         return (
             f"{where} is never called: only callbacks have this hook. Fix: class Mine(Callback): "
@@ -146,6 +148,7 @@ def _edits(first: str, second: str, limit: int) -> int:
 def check_callback(callback: object) -> None:
     """Raise a `HookError` for an object that is not a callback, or whose hooks are misspelled or cannot be called."""
     if not isinstance(callback, Callback):
+        _refuse_callback_of_transformers(callback)
         raise HookError(
             f"callbacks must contain Callback objects, not {callback!r}."
             + (make_instance(callback, Callback) or " For example: callbacks=[EarlyStopping('val_loss')]")
@@ -153,6 +156,23 @@ def check_callback(callback: object) -> None:
     check_names(callback, Callback, [*HOOKS, *STATE_METHODS])
     hooks = {name: ("trainer", "module", *arguments) for name, arguments in HOOKS.items()}
     _check_signatures(callback, Callback, {**hooks, **STATE_METHODS})
+
+
+def _refuse_callback_of_transformers(callback: object) -> None:
+    """Say how to use a `transformers.TrainerCallback`, an object or a class, which is recognized without an import."""
+    kind = callback if isinstance(callback, type) else type(callback)
+    if not any(each.__name__ == "TrainerCallback" and each.__module__.startswith("transformers.") for each in kind.__mro__):
+        return
+    ours = table("hugging_face")["imports"].get(kind.__name__)
+    hooks = table("hugging_face")["hooks"] | table("hugging_face")["unwarned_hooks"]
+    own = {name for each in kind.__mro__ if not each.__module__.startswith("transformers.") for name in vars(each)}
+    theirs = [f"{name} is {use}" for name, use in hooks.items() if name in own]
+    fix = f"Use {ours}" if ours else "Make it a trainkit.Callback, whose hooks get (trainer, module, ...)"
+    raise HookError(
+        f"callbacks must contain Callback objects of trainkit, not {kind.__name__}, a TrainerCallback of transformers. "
+        f"{fix}{': ' + ', '.join(theirs) if theirs else ''}. Or keep it, with Trainer or TransformersModule.from_arguments of "
+        "trainkit.integrations.transformers, which take callbacks of transformers."
+    )
 
 
 def check_module(module: object, base: type) -> None:

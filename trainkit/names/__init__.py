@@ -163,6 +163,9 @@ def table(framework: str) -> dict[str, Any]:
     return content
 
 
+_IN_INTEGRATIONS = {
+    name: f"from trainkit.integrations.transformers import {name}" for name in ("TransformersData", "TransformersModule")
+}
 _BY_USE = {
     "accelerate": ("imports", "trackers"),
     "hugging_face": ("arguments", "attributes", "constructor", "imports", "state"),
@@ -185,6 +188,15 @@ def advice_by_place() -> dict[str, dict[str, str]]:
     places = {**lightning["arguments"], **accelerate["arguments"]}
     places["Trainer"] = hugging_face["arguments"] | hugging_face["constructor"] | places["Trainer"]
     places |= dict.fromkeys(("Trainer.predict", "Trainer.test", "Trainer.validate"), places["Trainer.fit"])
+    places["Trainer.fit"] = {
+        "resume_from_checkpoint": hugging_face["arguments"]["resume_from_checkpoint"],
+        **places["Trainer.fit"],
+    }
+    # The parts of their Trainer: an argument that one of these two does not have is one of the other, or of our Trainer.
+    parts = hugging_face["arguments"] | hugging_face["constructor"]
+    parts = {name: f"{use} (an argument of Trainer, if no class is named)" for name, use in parts.items()}
+    parts |= {name: f"use Trainer({name}=...)" for name in hugging_face["same"]}
+    places |= {"TransformersData": parts, "TransformersModule": parts}
     return places | {
         "Accelerator.load_state": places["Accelerator.save_state"],
         "accelerator": accelerate["attributes"],
@@ -192,7 +204,7 @@ def advice_by_place() -> dict[str, dict[str, str]]:
         "strategy": lightning["members"]["Strategy"],
         "trainer": hugging_face["attributes"] | lightning["members"]["Trainer"],
         "trainer.state": hugging_face["state"],
-        "trainkit": hugging_face["imports"] | accelerate["imports"],
+        "trainkit": hugging_face["imports"] | accelerate["imports"] | _IN_INTEGRATIONS,
     }
 
 
@@ -259,13 +271,17 @@ def use_instead(module: str, name: str) -> str | None:
         module: The full name of the module that was asked for it.
         name: The name.
     """
-    group, lightning = _group(module), table("lightning")
+    group, lightning, hugging_face = _group(module), table("lightning"), table("hugging_face")["imports"]
+    if module == "trainkit.integrations.transformers" and name in hugging_face:  # next to a Trainer that takes their objects
+        return f"from transformers import {name}: it works unchanged"
     groups = [group, *(other for other in lightning["same"] | lightning["absent"] if other != group)]
     use = next((use for each in groups if (use := _use_of_lightning(each, name)) is not None), None)
     if use == f"from {module} import {name}":  # it is not there yet
         use = None
     if module in ("trainkit.utils", "trainkit.state") or use is None:
         use = advice("trainkit", name) or use
+    elif name in hugging_face:  # a name of both
+        use = f"{use} (Lightning's). For that of transformers: {hugging_face[name]}"
     return use
 
 

@@ -531,7 +531,9 @@ def _check_inputs(module: object, datamodule: object, loaders: tuple[Any, ...]) 
         adapt(module)
         raise ModuleError(
             f"expected a TrainModule{' (LightningModule)' * is_open('lightning')}, received {type(module).__name__}."
-            f"{make_instance(module)} To train a plain nn.Module, write your own training loop with trainkit.Accelerator."
+            f"{make_instance(module)} For a model of transformers: TransformersModule(model) of "
+            "trainkit.integrations.transformers. To train a plain nn.Module, write your own training loop with "
+            "trainkit.Accelerator."
         )
     if "_parameters" not in vars(module):
         raise ModuleError(f"{type(module).__name__}.__init__ must begin with super().__init__(), before anything is assigned.")

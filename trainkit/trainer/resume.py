@@ -489,8 +489,9 @@ def _check_path(ckpt_path: Any) -> None:
     if ckpt_path is None:
         return
     if not isinstance(ckpt_path, str | os.PathLike):
-        meant = "datamodule" if isinstance(ckpt_path, DataModule) else "verbose" if isinstance(ckpt_path, bool) else ""
+        meant = "datamodule" if isinstance(ckpt_path, DataModule) else "verbose" if ckpt_path is False else ""
         hint = f" Pass a {type(ckpt_path).__name__} by name: {meant}=..." if meant else ""
+        hint = " For the newest checkpoint: ckpt_path='auto'" if ckpt_path is True else hint
         raise ConfigurationError(f"ckpt_path must be a path, 'auto', 'last' or 'best', not {ckpt_path!r}.{hint}")
     if ckpt_path == "":
         raise ConfigurationError("ckpt_path is an empty string. For a fresh start: ckpt_path=None; for the newest one: 'auto'.")
