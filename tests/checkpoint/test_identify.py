@@ -15,7 +15,7 @@ from trainkit.checkpoint.lock import LOCK, FolderLock
 from trainkit.checkpoint.manifest import DIGEST, why_not_a_checkpoint
 from trainkit.checkpoint.reader import open_checkpoint
 from trainkit.cli.checkpoint.listing import checkpoints_at
-from trainkit.errors import CheckpointNotFoundError
+from trainkit.errors import CheckpointNotFoundError, CorruptCheckpointError
 
 INCOMPLETE = "marks one that is incomplete or being removed"
 
@@ -71,6 +71,25 @@ def test_a_stranger_is_not_listed(run_dir: Path, name: str, where: str) -> None:
         assert "'good'" in why
         with pytest.raises(CheckpointNotFoundError, match="expected a checkpoint, but"):
             open_checkpoint(folder / name)
+
+
+@pytest.mark.parametrize("files", [("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.safetensors")])
+@pytest.mark.parametrize("more", [(), ("trainer_state.json", "optimizer.pt")])
+def test_a_folder_of_transformers_says_how_to_use_it(run_dir: Path, files: tuple[str, str], more: tuple[str, ...]) -> None:
+    folder = run_dir / "checkpoint-500"
+    folder.mkdir()
+    for name in (*files, *more):
+        (folder / name).touch()
+    with pytest.raises(CheckpointNotFoundError, match=r"of transformers or PEFT.*from_pretrained\('.*'\).*checkpoint import"):
+        open_checkpoint(folder)
+
+
+def test_a_damaged_checkpoint_is_no_folder_of_transformers(run_dir: Path) -> None:
+    make(run_dir / "good", 1, run_id="run", metrics={}, minute=1)
+    (run_dir / "good/config.json").write_text("{}")
+    (run_dir / "good" / DIGEST).unlink()
+    with pytest.raises(CorruptCheckpointError, match=f"{DIGEST}: missing"):
+        open_checkpoint(run_dir / "good")
 
 
 def test_weight_files_and_links_are_named(run_dir: Path) -> None:

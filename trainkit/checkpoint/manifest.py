@@ -40,6 +40,7 @@ __all__ = [
     "is_checkpoint",
     "is_file_name",
     "is_hook_file_name",
+    "is_pretrained_folder",
     "list_names",
     "make_hidden_path",
     "name_clash",
@@ -527,9 +528,23 @@ def _of_another_program(path: Path) -> str | None:
             f"{path} is a sharded Lightning checkpoint (FSDP or DeepSpeed); expected a trainkit checkpoint. Convert it "
             "to a single file with Lightning, then import it: docs/moving-over/import-a-checkpoint.md"
         )
+    if is_pretrained_folder(path):
+        return (
+            f"{path} is a folder of transformers or PEFT, which cannot be resumed; expected a checkpoint of trainkit. To start "
+            f"from its weights, make the model of it: from_pretrained({str(path)!r}). To continue a run of the Hugging Face "
+            f"Trainer, convert its checkpoint: trainkit checkpoint import {path} {name} --prefix model. --names names.txt "
+            "(docs/moving-over/import-a-checkpoint.md)"
+        )
     if path.is_dir() and any((path / mark).exists() for mark in _OF_OTHERS):
         return f"{path} is a checkpoint of another program; expected one of trainkit. {fix}"
     return None
+
+
+def is_pretrained_folder(path: Path) -> bool:
+    """Whether a folder is one of `from_pretrained` that trainkit has not saved: nothing in it is a checkpoint's alone."""
+    names = _names_in(path)
+    ours = [name for name in names if _RESERVED.fullmatch(name) and not name.startswith("model")]
+    return not ours and ("config.json" in names or "adapter_config.json" in names)
 
 
 def _checkpoints_in(folder: Path) -> list[str]:

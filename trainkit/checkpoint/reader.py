@@ -28,6 +28,7 @@ from trainkit.checkpoint.manifest import (
     checkpoint_identity,
     digest_line,
     is_checkpoint,
+    is_pretrained_folder,
     list_names,
     why_not_a_checkpoint,
 )
@@ -83,7 +84,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     path = Path(os.path.abspath(local_path(path, "path")))
     remote_sync.fetch(path)
     path = resolve_pointer(path)
-    if not is_checkpoint(path):
+    if not is_checkpoint(path) or is_pretrained_folder(path):
         raise CheckpointNotFoundError(why_not_at_the_url(path) or why_not_a_checkpoint(path))
     manifest, problem, which = _inspect(path)
     if problem is not None and remote_sync.fetch(path, again=True):

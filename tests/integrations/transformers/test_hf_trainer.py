@@ -371,7 +371,7 @@ def test_it_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert losses(second) == losses(whole)
     for one, other in zip(second.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(one, other)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="resume_from_checkpoint=True: there is no checkpoint of trainkit in output_dir="):
         trainer("nothing").train(resume_from_checkpoint=True)
 
 

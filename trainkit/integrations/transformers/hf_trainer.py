@@ -28,7 +28,7 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, PredictionOutput, TrainOutput, speed_metrics
 
 from trainkit.callback import Callback
-from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.errors import CheckpointNotFoundError, ConfigurationError, UnsupportedArgumentError
 from trainkit.integrations.transformers.from_arguments import make_data, make_run, of_transformers
 from trainkit.integrations.transformers.hf_callbacks import HuggingFaceEvents
 from trainkit.integrations.transformers.hf_overrides import missing_attribute, refuse_assignment, refuse_overrides
@@ -349,7 +349,15 @@ class HuggingFaceTrainer:
         self._trained = True
         path = "last" if resume_from_checkpoint is True else resume_from_checkpoint or None
         with self._ignoring(ignore_keys_for_eval):
-            self.trainer.fit(self.module, datamodule=self.data, ckpt_path=path)
+            try:
+                self.trainer.fit(self.module, datamodule=self.data, ckpt_path=path)
+            except CheckpointNotFoundError as error:
+                if path != "last":
+                    raise
+                raise CheckpointNotFoundError(
+                    f"resume_from_checkpoint=True: there is no checkpoint of trainkit in output_dir={self.args.output_dir!r}. "
+                    "To start from the beginning: train()"
+                ) from error
         self.optimizer = next(iter(self.trainer.optimizers), self.optimizer)
         return TrainOutput(self.state.global_step, self.events.training_loss, dict(self.events.train_metrics))
 
@@ -689,6 +697,10 @@ class HuggingFaceModule(TransformersModule):
             yield kept
         finally:
             self._kept, self.compute_metrics = None, function
+
+    def _tell_without_labels(self, stage: str, batch: Any) -> None:
+        if stage != "test":  # `predict` is for rows without labels too
+            super()._tell_without_labels(stage, batch)
 
     def _evaluation_step(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         result = super()._evaluation_step(batch)
