@@ -22,7 +22,7 @@ MLFLOW = ["mlflow-skinny", "sqlalchemy", "alembic", "pillow"]  # what a run in a
 COMET = ["comet_ml", "pillow"]
 CLI = ["jsonargparse[signatures]>=4.53"]  # TrainkitCLI
 FP8 = ["torchao>=0.18"]  # precision="fp8-mixed"
-TRANSFORMERS = ["accelerate>=1.1", "transformers>=5"]
+TRANSFORMERS = ["accelerate>=1.1", "transformers>=5.2"]
 RICH = ["rich>=13"]  # RichProgressBar, RichModelSummary
 
 # A placeholder until the project has a public home. To change it, search the tree for OWNER: a test holds that mkdocs.yml,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -510,7 +511,7 @@ def test_functions_and_data_reach_the_parts() -> None:
         raise AssertionError
 
     names = ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
-    processor = object()
+    processor = SimpleNamespace(save_pretrained=function)
     train, val = rows(3), rows(2)
     given = {**dict.fromkeys(names, function), "data_collator": function, "processing_class": processor}
     module, data, _ = made({}, train_dataset=train, eval_dataset=val, **given)

@@ -214,6 +214,18 @@ def test_early_stopping_of_transformers(tmp_path: Path) -> None:
         assert torch.equal(weights[name.removeprefix("model.")], value)
 
 
+def test_the_metrics_of_an_evaluation_have_the_epoch(tmp_path: Path) -> None:
+    """As in transformers, where the log adds it to the metrics that the callbacks get."""
+    epochs = []
+
+    class Epochs(TrainerCallback):  # type: ignore[misc]  # transformers has no types here
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            epochs.append(metrics["epoch"])
+
+    trained(arguments(tmp_path, eval_strategy="steps", eval_steps=2), Epochs())
+    assert epochs == [0.5, 1.0, 1.5, 2.0]
+
+
 def test_a_metric_that_is_missing_is_named(tmp_path: Path) -> None:
     best = {"eval_strategy": "epoch", "save_strategy": "epoch", "metric_for_best_model": "f1"}
     with pytest.raises(MissingMetricError, match="the evaluation has no 'eval_f1', only eval_loss"):

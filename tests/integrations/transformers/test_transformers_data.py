@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import datasets
+import pandas
 import pytest
 import torch
 from helpers.runs.text_rows import TextModule, causal_model, classifier, lines, random_rows, tokenizer
@@ -243,6 +244,8 @@ LABELED = [{"input_ids": [3, 4, 5], "labels": [1, 2, 0]}, {"input_ids": [6], "la
     [
         (LABELED, True, "DataCollatorForTokenClassification.*DataCollatorForSeq2Seq.*DataCollatorForLanguageModeling"),
         ([{"input_ids": [3, 4]}, {"input_ids": [6]}], False, r"different lengths in the columns input_ids.*Pass the tokenizer"),
+        ([{"input_ids": [3], "label": "yes"}], True, "column 'label', are texts, such as 'yes'.*class_encode_column"),
+        ([{"input_ids": [3], "label": "an answer"}], False, "column 'label', are texts.*text_target="),
         ([{"input_ids": [3], "text": "a"}], True, "the columns text of the training set have texts"),
         ([([3], 1)], False, "makes batches of dicts, but a row of the training set is tuple"),
     ],
@@ -460,10 +463,12 @@ def test_fit_needs_training_data() -> None:
         ({"val": {"a": 3}}, r"val\['a'\]=\) must be a list of dicts.*not int"),
         ({"train": iter([])}, "A generator: a class of IterableDataset"),
         ({"train": Streamed([]), "train_sampling_strategy": "group_by_length"}, "but it is Streamed"),
-        (
-            {"dataloader_num_workers": 4},
-            "TransformersData has no argument 'dataloader_num_workers'. Did you mean 'num_workers'",
-        ),
+        ({"train": pandas.DataFrame({"label": [1]})}, r"a DataFrame of pandas.*datasets\.Dataset\.from_pandas"),
+        ({"test": pandas.Series([1])}, "a Series of pandas"),
+        ({"num_worker": 4}, "TransformersData has no argument 'num_worker'. Did you mean 'num_workers'"),
+        ({"dataloader_num_workers": 4}, r"dataloader_num_workers=...\): .* or TransformersData\(num_workers=...\)"),
+        ({"train_dataset": []}, r"train_dataset=...\): .* or TransformersData\(train_dataset, eval_dataset\)"),
+        ({"max_steps": 4}, r"max_steps=...\): use Trainer\(max_steps=...\)"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], message: str) -> None:

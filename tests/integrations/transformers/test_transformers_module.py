@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,16 @@ from helpers.runs.trainers import Memory
 from torch import Tensor
 
 from trainkit import Callback, DataModule, Trainer
-from trainkit.errors import ConfigurationError, DataError, LossError, MetricError, OptimizerError
+from trainkit.errors import (
+    ConfigurationError,
+    DataError,
+    HookError,
+    LossError,
+    MetricError,
+    OptimizerError,
+    UnknownNameError,
+    UnsupportedArgumentError,
+)
 from trainkit.integrations.transformers import TransformersModule
 
 EPOCHS, BATCH, ACCUMULATE = 2, 2, 4
@@ -342,7 +352,7 @@ def test_test_and_predict() -> None:
     run, _ = trainer()
     module = TransformersModule(make_model("bert"), compute_metrics=Metrics())
     (results,) = run.test(module, loader(rows_for("bert", 5), 2))
-    assert {"test_loss", "test_rows", "test_sum"} == set(results)
+    assert {"test_loss", "test_rows", "test_eval_sum"} == set(results)  # the name has the prefix of another stage
     outputs = run.predict(module, loader(rows_for("bert", 5), 2))
     assert [tuple(each.shape) for each in outputs] == [(2, 3), (2, 3), (1, 3)]
 
@@ -467,11 +477,141 @@ def test_an_adapter_is_trained(recomputes: bool) -> None:
         ({"label_smoothing_factor": -0.1}, ConfigurationError, "label_smoothing_factor"),
         ({"include_for_metrics": ["input"]}, ConfigurationError, "Did you mean 'inputs'"),
         ({"compute_metrics": "accuracy"}, ConfigurationError, "compute_metrics must be a function"),
+        ({"processing_class": "bert-base-uncased"}, ConfigurationError, "must be a tokenizer, .* not str.*AutoTokenizer"),
+        ({"processing_class": torch.nn.ReLU()}, ConfigurationError, "must be a tokenizer, .* not ReLU"),
+        ({"learning_rate": "2e-5"}, ConfigurationError, "learning_rate must be .* not '2e-5'"),  # so YAML reads 2e-5
+        ({"weight_decay": -0.1}, ConfigurationError, "weight_decay must be"),
+        ({"warmup_steps": "10"}, ConfigurationError, "warmup_steps must be"),
+        ({"learning_rat": 1e-3}, UnknownNameError, "no argument 'learning_rat'. Did you mean 'learning_rate'"),
+        ({"max_grad_norm": 1.0}, UnsupportedArgumentError, r"use gradient_clip_val=.*\(an argument of Trainer"),
+        ({"tokenizer": None}, UnsupportedArgumentError, r"TransformersModule\(processing_class=...\)"),
+        ({"seed": 1}, UnsupportedArgumentError, r"use Trainer\(seed=...\)"),
     ],
 )
 def test_wrong_arguments(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         TransformersModule(make_model("bert"), **arguments)
+
+
+def test_training_arguments_instead_of_a_tokenizer(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    with pytest.raises(ConfigurationError, match="not TrainingArguments.*TransformersModule.from_arguments"):
+        TransformersModule(make_model("bert"), TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+class WithLoss(TransformersModule):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any: ...
+
+
+class WithOptimizer(TransformersModule):
+    def create_optimizer_and_scheduler(self) -> Any: ...
+
+
+class WithMethods(TransformersModule):
+    """Its own code calls the method, so it is the user's."""
+
+    def create_optimizer(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.create_optimizer()
+
+
+@pytest.mark.parametrize(("kind", "use"), [(WithLoss, "compute_loss_func="), (WithOptimizer, "configure_optimizers")])
+def test_a_method_that_the_hugging_face_trainer_would_call(kind: type[TransformersModule], use: str) -> None:
+    with pytest.raises(HookError, match=f"is never called by trainkit. Use .*{use}"):
+        kind(make_model("bert"))
+
+
+def test_a_method_of_the_user_with_such_a_name() -> None:
+    module = WithMethods(make_model("bert"))
+    run, _ = trainer(max_steps=1)
+    run.fit(module, loader(rows_for("bert", 2), 2))
+    assert isinstance(run.optimizers[0], torch.optim.SGD)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("bert", r"rename_column\('target', 'labels'\).*label_names=\[\.\.\.\]\.$"),
+        ("gpt2", r"DataCollatorForLanguageModeling\(tokenizer, mlm=False\)"),
+        ("llama", r"DataCollatorForLanguageModeling\(tokenizer, mlm=False\)"),
+    ],
+)
+def test_rows_without_labels(kind: str, words: str) -> None:
+    data = torch.utils.data.DataLoader(rows_for(kind, 4), batch_size=2, collate_fn=without_labels)  # type: ignore[arg-type]
+    with pytest.raises(LossError, match=words):
+        trainer(max_steps=1)[0].fit(TransformersModule(make_model(kind)), data)
+
+
+@pytest.mark.parametrize("metrics", [None, lambda prediction: {"a": 1.0}])
+def test_an_evaluation_without_labels_is_told_once(metrics: Any, caplog: pytest.LogCaptureFixture) -> None:
+    data = torch.utils.data.DataLoader(rows_for("bert", 6), batch_size=2, collate_fn=without_labels)  # type: ignore[arg-type]
+    run, _ = trainer(max_epochs=2)
+    run.fit(TransformersModule(make_model("bert"), compute_metrics=metrics), loader(rows_for("bert", 4), 2), data)
+    told = [message for message in caplog.messages if "has no labels" in message]
+    assert len(told) == 1
+    assert "of the validation set" in told[0]
+    assert "no eval_loss" in told[0]
+    assert ("compute_metrics is not called" in told[0]) == (metrics is not None)
+
+
+def test_predictions_without_labels_are_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    data = torch.utils.data.DataLoader(rows_for("bert", 4), batch_size=2, collate_fn=without_labels)  # type: ignore[arg-type]
+    assert len(trainer()[0].predict(TransformersModule(make_model("bert")), data)) == 2
+    assert not [message for message in caplog.messages if "has no labels" in message]
+
+
+def test_rows_instead_of_batches() -> None:
+    rows = [{"input_ids": [3, 4], "attention_mask": [1, 1], "label": 1}] * 2
+    with pytest.raises(DataError, match=r"input_ids, attention_mask of the batch is a list.*TransformersData\(train, val"):
+        trainer(max_steps=1)[0].fit(TransformersModule(make_model("bert")), rows)
+
+
+@pytest.mark.parametrize("name", ["loss", "eval_loss"])
+def test_a_metric_with_the_name_of_the_loss(name: str) -> None:
+    module = TransformersModule(make_model("bert"), compute_metrics=lambda prediction: {name: 1.0})
+    with pytest.raises(MetricError, match=f"returned '{name}', the name of the loss of the model"):
+        trainer()[0].validate(module, loader(rows_for("bert", 4), 2))
+
+
+# ------------------------------------------------------------------------------------------------------------ special tokens
+
+
+def tokenizer_with(**tokens: str) -> Any:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<unk>": 0, "<end>": 4, "<pad>": 5}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **tokens)
+
+
+def test_a_model_gets_the_padding_token_of_its_tokenizer(tmp_path: Path) -> None:
+    """A classifier of GPT-2 reads the position of the last token from it, and without it refuses batches."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    config = GPT2Config(vocab_size=8, n_embd=8, n_layer=1, n_head=1, num_labels=2, eos_token_id=1, bos_token_id=1)
+    module = TransformersModule(GPT2ForSequenceClassification(config), tokenizer_with(pad_token="<pad>", eos_token="<end>"))
+    rows = {"input_ids": torch.tensor([[2, 3, 5], [3, 2, 2]]), "labels": torch.tensor([0, 1])}
+    run, _ = trainer(max_steps=1)
+    run.fit(module, [rows], [rows])
+    assert (config.pad_token_id, config.eos_token_id) == (5, 4)
+    module.model.eval()
+    alone = [module.model(rows["input_ids"][row : row + 1, :end]).logits for row, end in ((0, 2), (1, 3))]
+    torch.testing.assert_close(module.model(rows["input_ids"]).logits, torch.cat(alone))
+    module.save_pretrained(tmp_path)
+    assert GPT2Config.from_pretrained(tmp_path).pad_token_id == 5
+
+
+def test_a_model_generates_up_to_the_end_of_its_tokenizer() -> None:
+    model = make_model("llama")
+    module = TransformersModule(model, tokenizer_with(eos_token="<end>", pad_token="<pad>"))
+    run, _ = trainer(max_steps=1)
+    run.fit(module, loader(rows_for("llama", 2), 2))
+    ends = model.generation_config.eos_token_id
+    assert 4 in (ends if isinstance(ends, list) else [ends])
+    assert model.generation_config.pad_token_id == 5
 
 
 def test_a_name_instead_of_a_model() -> None:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase, ProcessorMixin, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import align_special_tokens
+from transformers import TrainerCallback, TrainingArguments
 
 from trainkit.callback import Callback
 from trainkit.callbacks import MemoryMonitor
@@ -144,7 +143,7 @@ def make_run(
     of_trainer["strategy"] = strategy_of(args, refusals)
     of_trainer["logger"] = loggers_of(args, refusals)
     refusals.raise_all()
-    prepare_model(model, args, module["processing_class"])
+    prepare_model(model, args)
     if args.prediction_loss_only:
         of_module["compute_metrics"] = None
     trainer = Trainer(**of_trainer)
@@ -217,12 +216,10 @@ def module_arguments(args: TrainingArguments, refusals: Refusals) -> dict[str, A
     return values
 
 
-def prepare_model(model: Any, args: TrainingArguments, processing_class: Any) -> None:
-    """What the arguments, and the special tokens of a tokenizer, change in the model itself."""
+def prepare_model(model: Any, args: TrainingArguments) -> None:
+    """What the arguments change in the model itself."""
     if getattr(model, "config", None) is not None:
         model.config.use_cache = args.use_cache
-        if isinstance(processing_class, PreTrainedTokenizerBase | ProcessorMixin):
-            align_special_tokens(model, processing_class)
     if args.use_liger_kernel:
         from transformers.integrations.liger import apply_liger_kernel
 

@@ -367,7 +367,7 @@ class HuggingFaceEvents(Callback):
         if trainer.stage != "fit" or (trainer.sanity_checking and not self.args.eval_on_start):
             return
         metrics = self.metrics_of(trainer)
-        self.write_log(dict(metrics))
+        self.write_log(metrics)  # which adds the epoch
         self._call("evaluate", metrics=metrics)
         self._note_best_metric(metrics)
         self._agree(trainer, every_step=False)
@@ -397,7 +397,7 @@ class HuggingFaceEvents(Callback):
         if name not in metrics:
             raise MissingMetricError(
                 f"metric_for_best_model={args.metric_for_best_model!r}: the evaluation has no {name!r}, only "
-                f"{', '.join(sorted(metrics))}. Use one of them."
+                f"{', '.join(sorted(one for one in metrics if one.startswith('eval_')))}. Use one of them."
             )
         better = np.greater if args.greater_is_better else np.less
         if state.best_metric is None or better(metrics[name], state.best_metric):

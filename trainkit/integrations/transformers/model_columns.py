@@ -65,6 +65,11 @@ class ModelColumns:
             DataError: The model takes none of them, or labels alone.
         """
         unused = [column for column in columns if column not in self]
+        if not columns:
+            raise DataError(
+                f"the {name} set is empty, or its rows are no dicts of columns. Expected rows such as "
+                "{'input_ids': [...], 'labels': 0}"
+            )
         if self._labels.issuperset(set(columns) - set(unused)):
             raise DataError(
                 f"the {name} set has no input of {self.model_name}: its columns are {', '.join(columns) or 'none'}, and the "
@@ -136,6 +141,13 @@ def _explain(rows: list[Any], name: str) -> DataError | None:
             "dict of columns, or pass a collator: TransformersData(data_collator=...)"
         )
     texts = [column for column, value in rows[0].items() if isinstance(value, str) or _is_list_of(value, str)]
+    if labels := [column for column in texts if column in ("labels", *_LABELS)]:
+        label = labels[0]
+        return DataError(
+            f"the labels of the {name} set, column {label!r}, are texts, such as {rows[0][label]!r}. Expected numbers from 0: "
+            f"dataset.class_encode_column({label!r}); or a dict of yours: dataset.map(lambda row: "
+            f"{{{label!r}: model.config.label2id[row[{label!r}]]}}). Target texts are tokenized: tokenizer(text_target=...)"
+        )
     if texts:
         return DataError(
             f"the columns {', '.join(texts)} of the {name} set have texts, which are no tensors. Tokenize them: "

@@ -337,6 +337,11 @@ class TransformersData(KnownKeywords, DataModule):
 
 
 def _check_dataset(name: str, dataset: Any) -> None:
+    if hasattr(dataset, "iloc"):
+        raise DataError(
+            f"TransformersData({name}=) is a {type(dataset).__name__} of pandas, whose items are columns and not rows. "
+            "Convert it: datasets.Dataset.from_pandas(frame)"
+        )
     if _is_stream(dataset) or (
         hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and not isinstance(dataset, str)
     ):

@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
-from transformers.trainer_utils import EvalPrediction, denumpify_detensorize, validate_quantization_for_training
+from transformers.trainer_utils import (
+    EvalPrediction,
+    align_special_tokens,
+    denumpify_detensorize,
+    validate_quantization_for_training,
+)
 from transformers.utils import can_return_loss, find_labels
 
-from trainkit.checks import choice, function, real_number
-from trainkit.console import warn
+from trainkit.checks import KnownKeywords, choice, function, real_number
+from trainkit.console import notice, warn
 from trainkit.errors import ConfigurationError, DataError, LossError, MetricError, OptimizerError
 from trainkit.integrations.transformers.model_columns import base_model
 from trainkit.integrations.transformers.named_optimizers import (
@@ -33,7 +38,9 @@ from trainkit.integrations.transformers.named_optimizers import (
 )
 from trainkit.integrations.transformers.predictions import Predictions
 from trainkit.integrations.transformers.token_loss import LabelCount, smoothed_loss
+from trainkit.module.hook_checks import check_names
 from trainkit.module.train_module import TrainModule
+from trainkit.names import advice
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -46,9 +53,14 @@ __all__ = ["TransformersModule"]
 _NOT_SAVED = ("model", "processing_class", "compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics")
 _FOR_METRICS = ("inputs", "loss")
 _Plain = str | int | float | bool | None
+# Methods that users override in a subclass of the Hugging Face Trainer, which nothing calls in a subclass of this module.
+_OF_THEIR_TRAINER = {
+    name: f"{advice('trainer', name)}, or a subclass of Trainer of trainkit.integrations.transformers,"
+    for name in ("compute_loss", "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "prediction_step")
+}
 
 
-class TransformersModule(TrainModule):
+class TransformersModule(TrainModule, KnownKeywords):
     """A model of `transformers` or PEFT, with the training step, evaluation and optimizer of the Hugging Face `Trainer`.
 
     The arguments have its names and defaults. What belongs to the run (epochs, precision, accumulation, clipping, saving) is in
@@ -64,6 +76,9 @@ class TransformersModule(TrainModule):
     over the counted labels of the whole set, and `eval_<metric>` for each metric of `compute_metrics`; `eval_<name>_loss` and
     so on if the data module names its loaders in `val_names`. `Trainer.test` logs `test_loss` and `test_<metric>`.
     `Trainer.predict` returns the logits of each batch, or generated tokens.
+
+    **Special tokens.** A fit writes the tokens for padding, begin and end that the tokenizer has into the configurations of the
+    model, and a warning of transformers names what has changed.
 
     **Metrics.** `compute_metrics` is called once, on the main process, with each sample once and in the order of the data.
     Predictions of different lengths are padded with -100. Above 64 MiB they are in files in Python's temporary folder (set
@@ -106,7 +121,9 @@ class TransformersModule(TrainModule):
 
     Raises:
         ConfigurationError: An argument is out of its range, or the model is no module.
+        HookError: A subclass has a method of the Hugging Face Trainer that would not be called, such as `compute_loss`.
         OptimizerError: There is no such optimizer.
+        UnsupportedArgumentError: An argument is one of the Hugging Face Trainer that belongs elsewhere; the message says where.
 
     Example:
         ```python
@@ -149,11 +166,16 @@ class TransformersModule(TrainModule):
         generation_config: Any = None,
     ) -> None:
         super().__init__()
+        check_names(self, TransformersModule, (), _OF_THEIR_TRAINER)
         _check_model(model)
+        _check_processing_class(processing_class)
         optim, lr_scheduler_type = _text(optim), _text(lr_scheduler_type)  # they may be members of transformers' enumerations
         optim_args, include_for_metrics = read_optim_args(optim_args), tuple(include_for_metrics)
         check_optimizer(optim)
         real_number(label_smoothing_factor, "label_smoothing_factor", least=0.0, example=0.1)
+        for name, number, example in (("learning_rate", learning_rate, 5e-5), ("weight_decay", weight_decay, 0.01)):
+            real_number(number, name, least=0.0, example=example)
+        real_number(warmup_steps, "warmup_steps", least=0.0, example=100)
         for one in include_for_metrics:
             choice(one, "include_for_metrics", _FOR_METRICS)
         for name, value in (("compute_metrics", compute_metrics), ("compute_loss_func", compute_loss_func)):
@@ -175,6 +197,7 @@ class TransformersModule(TrainModule):
         self._uncached = _takes_use_cache(model)
         self._noise: Any = None
         self._collected: dict[int, Predictions] = {}
+        self._told_without_labels = False
         if generation_config is not None:
             self.model.generation_config = _load_generation_config(generation_config)
         if gradient_checkpointing:
@@ -250,12 +273,22 @@ class TransformersModule(TrainModule):
     # ------------------------------------------------------------------------------------------------------------ training
 
     def setup(self, stage: str) -> None:
-        """Set the model to training mode, which `from_pretrained` does not, and add the noise of NEFTune."""
+        """Prepare the model for a fit: training mode, the special tokens of the tokenizer, and the noise of NEFTune."""
         if stage != "fit":
             return
+        self._align_special_tokens()
         self.model.train()
         if self.hparams.neftune_noise_alpha is not None:
             self._noise = activate_neftune(self.model, self.hparams.neftune_noise_alpha)
+
+    def _align_special_tokens(self) -> None:
+        """Write the tokens for padding, begin and end that the tokenizer has into the configurations of the model.
+
+        Models for sequences read the padding from there, `generate` the end, and both are saved in `config.json`.
+        """
+        of_transformers = self.pretrained_attribute is not None
+        if of_transformers and isinstance(self.processing_class, PreTrainedTokenizerBase | ProcessorMixin):
+            align_special_tokens(self.model, self.processing_class)
 
     def teardown(self, stage: str) -> None:
         """Remove the noise, and the files of an evaluation that an error has ended."""
@@ -311,14 +344,26 @@ class TransformersModule(TrainModule):
         return (loss / self._count(batch) if self._count.is_sum and loss is not None else loss), outputs
 
     def _no_loss(self, keys: Sequence[str]) -> LossError:
+        return LossError(
+            f"{self._base_class.__name__} returned no loss for a batch with the keys {keys}. {self._how_to_add_labels(keys)}"
+        )
+
+    def _how_to_add_labels(self, keys: Sequence[str]) -> str:
+        """What to do for a batch with these keys, of which the model makes no loss."""
         names, taken = self._label_names, inspect.signature(self._base_class.forward).parameters
         if names and all(name in keys for name in names):
-            fix = f"Its labels have another name: rename {names} to {find_labels(self._base_class)} in the data set."
-        elif not names and "return_loss" in taken:
-            fix = "It computes one if it is asked to: return {..., 'return_loss': True} from the data_collator."
-        else:
-            fix = f"Expected labels under {names or 'labels'}: add them to the data set, or pass label_names=[...]."
-        return LossError(f"{self._base_class.__name__} returned no loss for a batch with the keys {keys}. {fix}")
+            return f"Its labels have another name: rename {names} to {find_labels(self._base_class)} in the data set."
+        if not names and "return_loss" in taken:
+            return "It computes one if it is asked to: return {..., 'return_loss': True} from the data_collator."
+        fix = (
+            f"Expected labels under {' and '.join(map(repr, names or ['labels']))}: rename the column of the data set, "
+            "dataset.rename_column('target', 'labels'); or, if the model has another argument for them: label_names=[...]."
+        )
+        masked = "ForMaskedLM" in self._base_class.__name__
+        if self._count.shifts or masked:
+            options = "mlm_probability=0.15" if masked else "mlm=False"
+            fix += f" To learn the tokens of the rows: data_collator=DataCollatorForLanguageModeling(tokenizer, {options})."
+        return fix
 
     def _has_labels(self, batch: Mapping[str, Any]) -> bool:
         if not self._label_names:
@@ -417,7 +462,9 @@ class TransformersModule(TrainModule):
     def _record(self, stage: str, outputs: Mapping[str, Any], batch: Any, index: int) -> None:
         # Not in the step itself: on a rank without data it runs too, for the collectives in its forward.
         loss = outputs["loss"]
-        if loss is not None:
+        if loss is None:
+            self._tell_without_labels(stage, batch)
+        else:
             count = self._count(_as_mapping(batch))
             name, named = self._prefix(stage, index)
             mean = loss if count else torch.zeros_like(loss)  # the mean over nothing is NaN
@@ -425,6 +472,14 @@ class TransformersModule(TrainModule):
         kept = {key: value for key, value in outputs.items() if key != "loss"}
         if kept:
             self._collected.setdefault(index, Predictions()).add(kept)
+
+    def _tell_without_labels(self, stage: str, batch: Any) -> None:
+        if self._told_without_labels:
+            return
+        self._told_without_labels = True
+        what, keys = {"eval": "validation", "test": "test"}[stage], sorted(batch)
+        metrics = f"no {stage}_loss" + (", and compute_metrics is not called" if self.compute_metrics is not None else "")
+        notice(f"a batch of the {what} set with the keys {keys} has no labels: {metrics}. {self._how_to_add_labels(keys)}")
 
     def _prefix(self, stage: str, index: int) -> tuple[str, bool]:
         """What the metrics of a loader begin with, and whether that contains the loader's name."""
@@ -633,6 +688,19 @@ def _checked(module: TransformersModule, own: Mapping[str, Any]) -> dict[str, An
     return {name: own[name] for name in names}
 
 
+def _check_processing_class(value: Any) -> None:
+    """Refuse what could not be saved with the model."""
+    if value is None or hasattr(value, "save_pretrained"):
+        return
+    fix = "TransformersModule(model, AutoTokenizer.from_pretrained(name))"
+    if any(kind.__name__ == "TrainingArguments" for kind in type(value).__mro__):  # an import of it needs accelerate
+        fix = "module, data, trainer = TransformersModule.from_arguments(model, args, train_dataset=train, eval_dataset=val)"
+    raise ConfigurationError(
+        f"processing_class must be a tokenizer, an image processor or a feature extractor, not {type(value).__name__}. "
+        f"For example: {fix}"
+    )
+
+
 def _agreed(strategy: Any, address: str, error: Exception | None) -> str:
     """The address of the main process on all ranks, or its error."""
     if strategy is not None:
@@ -651,6 +719,14 @@ def _text(value: Any) -> str:
 
 def _as_mapping(batch: Any) -> Mapping[str, Any]:
     if isinstance(batch, Mapping):
+        lists = [
+            name for name, value in batch.items() if isinstance(value, list) and value and isinstance(value[0], int | list)
+        ]
+        if lists:
+            raise DataError(
+                f"TransformersModule expected a batch of tensors, but {', '.join(lists)} of the batch is a list: it looks like "
+                "a single row. Make batches of the rows: trainer.fit(module, TransformersData(train, val, tokenizer))"
+            )
         return batch
     raise DataError(
         f"TransformersModule expected a batch that is a dict of the arguments of the model's forward, got "
@@ -695,4 +771,7 @@ def _compute(function: Any, arrays: dict[str, Any] | None) -> dict[str, float]:
         raise MetricError(
             f"compute_metrics must return a dict of names and numbers, not {found!r}. For example: {{'accuracy': 0.5}}"
         )
+    for name in ("loss", "eval_loss", "test_loss"):
+        if name in numbers:
+            raise MetricError(f"compute_metrics returned {name!r}, the name of the loss of the model. Give it another name")
     return {str(name): float(value) for name, value in numbers.items()}
