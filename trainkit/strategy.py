@@ -380,6 +380,14 @@ class Strategy(Ranks):
     def skip_backward(self, loss: Tensor | None, micro: MicroBatch = WHOLE_WINDOW) -> None:
         """Called instead of `backward` if there is no loss (`None`) or its weight is 0. Other ranks may be waiting."""
 
+    def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None) -> list[Optimizer]:
+        """Return optimizers that are prepared together; in a `Trainer` they are all that it has."""
+        return [self.prepare_optimizer(optimizer, module) for optimizer in optimizers]
+
+    def has_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether the backward passes before the step have reached a parameter of the optimizer. Collective."""
+        return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
     def discard_gradients(self, optimizer: Optimizer) -> None:
         """Called when an optimizer's gradients are set to zero: drop those that no backward pass has reduced yet."""
 

@@ -26,6 +26,7 @@ from trainkit.distributed.world import World
 from trainkit.errors import ModuleError
 from trainkit.nested import leaves, map_tensors
 from trainkit.strategies._collectives import broadcast
+from trainkit.strategies._whole_steps import senders
 from trainkit.strategies.fsdp.units import Slot, refuse_unshardable, slots
 from trainkit.tagged_json.tensors import ShardedTensor
 
@@ -449,14 +450,6 @@ class Root(nn.Module):
 # ----------------------------------------------------------------------------------------------------- parts of tensors
 
 
-def _senders(places: list[Range], owner: int) -> list[int]:
-    first: dict[Range, int] = {}
-    for rank in (owner, *range(len(places))):
-        if not _is_empty(places[rank]):
-            first.setdefault(places[rank], rank)
-    return sorted(first.values())
-
-
 def _is_empty(place: Range) -> bool:
     return any(start == end for start, end in place)
 
@@ -484,10 +477,6 @@ class Shards:
         """Where the part of each rank lies in the whole parameter."""
         return self._places[id(parameter)]
 
-    def senders(self, parameter: Tensor, owner: int) -> list[int]:
-        """The ranks whose parts make up the whole parameter: of equal parts one, the owner's if it has it."""
-        return _senders(self._places[id(parameter)], owner)
-
     def make_sharded_tensor(self, tensor: DTensor, parameter: Tensor) -> ShardedTensor:
         """A parameter, or optimizer state that is sharded like it, in the form in which checkpoints save it."""
         return ShardedTensor(tensor.shape, tensor.dtype, partial(self._collect, tensor, parameter))
@@ -499,15 +488,15 @@ class Shards:
             return self.whole(tensor, parameter)
         rank, part = self._world.rank, tensor.to_local().detach()
         places = self._places[id(parameter)]
-        senders = self.senders(parameter, owner)
+        sending = senders(places, owner)
         # The mesh's device is the one that communicates: an offloaded part is on the host.
         device = torch.device(tensor.device_mesh.device_type)
         if rank != owner:
-            if rank in senders:
+            if rank in sending:
                 dist.send(part.to(device).contiguous(), owner)
             return None
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        for sender in senders:
+        for sender in sending:
             target = part_at(whole, places[sender])
             if sender == rank:
                 target.copy_(part)

@@ -1,4 +1,4 @@
-"""One optimizer under ZeRO: drives DeepSpeed's engine so that trainkit controls accumulation, clipping and gradients.
+"""One optimizer under ZeRO, or several that step together: drives DeepSpeed's engine so that trainkit controls accumulation, clipping and gradients.
 
 Gradients are reduced in one of two modes. *Streamed*: the hooks of each backward pass reduce a bucket as soon as it is full, so
 no process keeps full gradients (stages 2 and 3). *Local*: each process keeps its gradients, as plain PyTorch does, and
@@ -8,7 +8,7 @@ accumulation windows in which processes have different numbers of micro-batches,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,11 +30,11 @@ __all__ = ["EngineWindow", "EvaluationEngine", "LossScale", "StepModule", "Train
 
 
 class TrainingEngine:
-    """DeepSpeed's engine of one optimizer.
+    """DeepSpeed's engine of one optimizer, or of several that step together.
 
     Args:
         module: The module that holds the parameters; in streamed mode the engine runs its forward.
-        optimizer: The user's optimizer, which keeps its groups and parameters. DeepSpeed steps its `Shadow`.
+        optimizers: The user's optimizers, which keep their groups and parameters. DeepSpeed steps their `Shadow`.
         local: Always reduce gradients in local mode.
         scale: The loss scale.
 
@@ -48,13 +48,13 @@ class TrainingEngine:
         self,
         session: Session,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         config: dict[str, Any],
         *,
         local: bool,
         scale: LossScale,
     ) -> None:
-        self.shadow = Shadow(optimizer)
+        self.shadow = Shadow(optimizers)
         self.module = module
         self._scale = scale
         self._collectives = session.collectives
@@ -64,11 +64,12 @@ class TrainingEngine:
         self.zero: Any = self._deepspeed_engine.optimizer
         self.zero.torch_autocast_gradscaler = None  # no checkpoint would contain this loss scale of DeepSpeed
         self._swap = swapping(self.zero)
-        for number, flat in enumerate(self.flats if self.shadow.begins_with_state else ()):
-            with self.resident(number):
-                self.shadow.make_state(flat)
         zero_config = config["zero_optimization"]
         self.stage: int = zero_config["stage"]
+        for number, flat in enumerate(self.flats):
+            if self.shadow.begins_with_state(self.group_of(number)):
+                with self.resident(number):
+                    self.shadow.make_state(self.group_of(number), flat)
         self._offloaded = bool(zero_config.get("offload_optimizer"))
         self._before = before
         self._parameters = self.shadow.parameters
@@ -111,6 +112,10 @@ class TrainingEngine:
         zero, three = self.zero, "fp32_partitioned_groups_flat"
         flats: list[Tensor] = getattr(zero, three) if hasattr(zero, three) else zero.single_partition_of_fp32_groups
         return flats
+
+    def group_of(self, number: int) -> int:
+        """The parameter group of a flat shard: stage 3 has several for a large group."""
+        return int(self.zero.sub_group_to_group_id[number]) if self.stage == 3 else number
 
     def shard(self, number: int, first: int, last: int, slot: str | None = None) -> Shard:
         """A range of this process's shard of the master weights, or of their optimizer state `slot`."""
@@ -260,6 +265,11 @@ class TrainingEngine:
             for parameter in self._find_unseen():
                 self._forget_gradient(parameter)
 
+    def has_gradient(self, parameters: Iterable[Tensor]) -> bool:
+        """Whether a backward pass of the accumulation window, on this process, has reached one of these parameters."""
+        self.finish()
+        return any(id(parameter) in self._seen for parameter in parameters)
+
     def _find_unseen(self) -> list[Tensor]:
         return [parameter for parameter in self._parameters if id(parameter) not in self._seen]
 
@@ -292,6 +302,8 @@ class TrainingEngine:
                 for parameter in group:
                     if parameter.grad is None:
                         parameter.grad = torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=parameter.device)
+                    else:
+                        self._seen.add(id(parameter))
                     self._reduce(parameter)
             zero.independent_gradient_partition_epilogue()
         else:
@@ -302,6 +314,8 @@ class TrainingEngine:
                         slot = "grad_accum" if zero.use_grad_accum_attribute else "grad"
                         dtype = zero.gradient_accumulation_dtype if zero.use_grad_accum_attribute else parameter.dtype
                         setattr(parameter, slot, torch.zeros_like(parameter, dtype=dtype))
+                    else:
+                        self._seen.add(id(parameter))
                     zero.reduce_ready_partitions_and_remove_grads(parameter, index)
             zero.overlapping_partition_gradients_reduce_epilogue()
         zero._coalesce_grad_reduction = self._local

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -134,8 +134,8 @@ class Setup:
             failed.pop_all()
         self.sharding = Sharding(self.session, self.configuration, device, precision.parameter_dtype)
 
-    def configuration(self, parameters: Iterable[Tensor], optimizer: Optimizer | None = None) -> dict[str, Any]:
-        """Returns the DeepSpeed configuration for these parameters and the optimizer of an engine.
+    def configuration(self, parameters: Iterable[Tensor], optimizers: Sequence[Optimizer] = ()) -> dict[str, Any]:
+        """Returns the DeepSpeed configuration for these parameters and the optimizers of an engine.
 
         Raises:
             ConfigurationError: There is not enough disk space or page-locked memory for an optimizer on NVMe.
@@ -143,9 +143,9 @@ class Setup:
         sizes = [numel(parameter) for parameter in parameters]
         if self._folder is None:
             return self._config.for_model(sizes, self._dtypes)
-        if optimizer is None or self._config.offload_optimizer != "nvme":
+        if not optimizers or self._config.offload_optimizer != "nvme":
             return self._config.for_model(sizes, self._dtypes, self._folder.path)
-        slots = count_slots(optimizer)
+        slots = max(map(count_slots, optimizers))
         on_disk, pinned = self._config.needs_on_nvme(sizes, self._world.size, slots)
         check_space(self._folder.path, on_disk, pinned, self._world.local_size)
         return self._config.for_model(sizes, self._dtypes, self._folder.path, slots)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainkit.errors import StateMismatchError
 from trainkit.optim.optimizer_copy import StoredOptimizer, placeholder_parameter
@@ -22,7 +23,7 @@ from trainkit.strategies.zero.nvme import Shard, partition
 from trainkit.strategies.zero.partitions import is_sharded
 from trainkit.tagged_json.tensors import ShardedTensor
 
-__all__ = ["FlatShards", "load_optimizer", "load_weights", "make_stored_optimizer", "make_stored_weights", "working_weights"]
+__all__ = ["FlatShards", "flat_positions", "load_optimizer", "load_weights", "make_stored_optimizer", "make_stored_weights", "working_weights"]
 
 Ranges = list[tuple[int, int]]
 
@@ -88,7 +89,7 @@ class FlatShards:
 # -------------------------------------------------------------------------------------------- positions of the shards
 
 
-def _positions(engine: TrainingEngine) -> Iterator[tuple[Any, int, Ranges, int, int]]:
+def flat_positions(engine: TrainingEngine) -> Iterator[tuple[Any, int, Ranges, int, int]]:
     """Yields, per parameter: the number of its flat tensor, the ranges of all ranks, start and end of its shard there."""
     zero = engine.zero
     if engine.stage == 3:
@@ -123,7 +124,7 @@ def _shape(parameter: Any) -> torch.Size:
 def _masters(engine: TrainingEngine, device: torch.device) -> Iterator[tuple[Any, FlatShards]]:
     """Yields each parameter of an engine with its master weights."""
     dtype = engine.flats[0].dtype
-    for parameter, number, ranges, first, last in _positions(engine):
+    for parameter, number, ranges, first, last in flat_positions(engine):
         yield parameter, FlatShards(_shape(parameter), dtype, ranges, partial(engine.shard, number, first, last), device)
 
 
@@ -179,19 +180,15 @@ def load_weights(values: Mapping[nn.Parameter, Tensor], engines: list[TrainingEn
 # ----------------------------------------------------------------------------------------------------- optimizer state
 
 
-def make_stored_optimizer(engine: TrainingEngine, device: torch.device) -> StoredOptimizer:
-    """Returns the optimizer with full optimizer state, which is gathered when the checkpoint is written."""
+def make_stored_optimizer(engine: TrainingEngine, optimizer: Optimizer, device: torch.device) -> StoredOptimizer:
+    """Returns an optimizer of an engine with full optimizer state, which is gathered when the checkpoint is written."""
     flats = engine.flats
     stored = StoredOptimizer(
-        engine.shadow.optimizer,
-        {
-            id(p): placeholder_parameter(_shape(p), flats[0].dtype)
-            for group in engine.shadow.optimizer.param_groups
-            for p in group["params"]
-        },
+        optimizer,
+        {id(p): placeholder_parameter(_shape(p), flats[0].dtype) for group in optimizer.param_groups for p in group["params"]},
     )
     state = engine.shadow.inner.state
-    for parameter, number, ranges, first, last in _positions(engine):
+    for parameter, number, ranges, first, last in _positions_in(engine, stored):
         slots: dict[str, Any] = {}
         for slot, value in state.get(flats[number], {}).items():
             if isinstance(value, Tensor) and value.numel() == flats[number].numel() and value.ndim:  # 0 on NVMe
@@ -204,6 +201,11 @@ def make_stored_optimizer(engine: TrainingEngine, device: torch.device) -> Store
     return stored
 
 
+def _positions_in(engine: TrainingEngine, stored: StoredOptimizer) -> Iterator[tuple[Any, int, Ranges, int, int]]:
+    """The positions of the parameters of one optimizer."""
+    return (one for one in flat_positions(engine) if id(one[0]) in stored.placeholders)
+
+
 @torch.no_grad()
 def load_optimizer(engine: TrainingEngine, stored: StoredOptimizer) -> None:
     """Load full optimizer state into the shards.
@@ -214,14 +216,14 @@ def load_optimizer(engine: TrainingEngine, stored: StoredOptimizer) -> None:
     stored.copy_options()
     flats, state = engine.flats, engine.shadow.inner.state
     members: dict[int, list[tuple[dict[str, Any], Ranges, int, int]]] = {}
-    for parameter, number, ranges, first, last in _positions(engine):
+    for parameter, number, ranges, first, last in _positions_in(engine, stored):
         members.setdefault(number, []).append((stored.state(parameter), ranges, first, last))
-    state.clear()
     for number, entries in members.items():
+        state.pop(flats[number], None)
         if any(slots for slots, *_ in entries):
             with engine.resident(number):
                 state[flats[number]] = held = _state_of(flats[number], entries)
-                if engine.shadow.counts_in_ints and "step" in held:
+                if engine.shadow.counts_in_ints(engine.group_of(number)) and "step" in held:
                     held["step"] = int(held["step"])
     if engine.stage < 3:
         engine.zero._hp_optimizer_states_linked = False  # DeepSpeed then links the new tensors.

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 from trainkit.checks import accepts, arguments_of, describe_arguments
 from trainkit.config.deepspeed_plugin import DeepSpeedPlugin
 from trainkit.data.micro_batches import WHOLE_WINDOW, MicroBatch
-from trainkit.errors import ConfigurationError, OptimizerError, UnsupportedArgumentError
+from trainkit.errors import ConfigurationError, UnsupportedArgumentError
+from trainkit.optim.joint_optimizer import optimizers_in
 from trainkit.optim.optimizer_copy import StoredOptimizer
 from trainkit.precision import Precision
 from trainkit.strategies._collectives import Buffers, broadcast, check_modules_match
@@ -35,6 +36,7 @@ from trainkit.strategies.zero.engine import (
 from trainkit.strategies.zero.engine_setup import Setup, check_machine, prepare_precision, resolve_config
 from trainkit.strategies.zero.optimizer_adapter import engine_over, warn_slow_on_cpu
 from trainkit.strategies.zero.partitions import announce_zero3
+from trainkit.strategies.zero.whole_steps import WholeSteps
 from trainkit.strategy import StepArguments
 
 __all__ = ["ZeROStrategy"]
@@ -93,7 +95,7 @@ class ZeROStrategy(ProcessStrategy):
         self._modules: list[nn.Module] = []
         self._models: list[ZeROModel] = []  # models that the user's own training loop calls
         self._step_module: StepModule | None = None  # calls training_step under automatic optimization
-        self._engines: dict[int, TrainingEngine] = {}  # key: id of the user's optimizer
+        self._engines: dict[int, TrainingEngine] = {}  # key: id of a user's optimizer
         self._window: EngineWindow | None = None  # accumulation window of the engine that runs the forward
         self._evaluation_engine: EvaluationEngine | None = None
         self._forward: Callable[..., Any] | None = None  # runs evaluation steps in stage 3
@@ -210,39 +212,58 @@ class ZeROStrategy(ProcessStrategy):
         self._evaluation_engine = EvaluationEngine(setup.session, module, setup.configuration(module.parameters()))
         return self._evaluation_engine.forward
 
+    def prepare_optimizers(self, optimizers: Sequence[Optimizer], module: nn.Module | None) -> list[Optimizer]:
+        """Shard the parameters and state of optimizers; under automatic optimization they get one engine, which steps them all.
+
+        Raises:
+            OptimizerError: ZeRO does not support an optimizer, or it shares layers with another one that steps by itself.
+        """
+        if self._step_module is None or not optimizers:
+            return super().prepare_optimizers(optimizers, module)
+        self._make_engine(optimizers)
+        return list(optimizers)
+
     def prepare_optimizer(self, optimizer: Optimizer, module: nn.Module | None) -> Optimizer:
         """Shard the optimizer's parameters and state. Existing optimizer state is kept.
 
         Raises:
-            OptimizerError: ZeRO does not support this optimizer, it shares layers with another optimizer, or several are to
-                step together.
+            OptimizerError: ZeRO does not support this optimizer, or it shares layers with another optimizer.
         """
-        if self._step_module is not None and self._engines:
-            raise OptimizerError(
-                "ZeRO cannot step several optimizers together: DeepSpeed's engine has one optimizer. Expected one from "
-                "configure_optimizers. Put all parameters into one optimizer with several groups, "
-                "torch.optim.AdamW([{'params': ..., 'lr': 1e-3}, {'params': ...}]); or use strategy='fsdp', which shards too; "
-                "or step them in turns: self.automatic_optimization = False"
-            )
-        self.run_settings.check_optimizer(optimizer)
-        if self.config.offload_optimizer is not None:
-            warn_slow_on_cpu(optimizer, self.device)
+        self._make_engine([optimizer])
+        return optimizer
+
+    def _make_engine(self, optimizers: Sequence[Optimizer]) -> None:
+        for optimizer in optimizers:
+            self.run_settings.check_optimizer(optimizer)
+            if self.config.offload_optimizer is not None:
+                warn_slow_on_cpu(optimizer, self.device)
         setup = self._start()
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        trained = [p for one in optimizers for group in one.param_groups for p in group["params"] if p.requires_grad]
         target, local = self._target(trained)
         if self.stage == 3:
             setup.sharding.shard(target)
-        config = setup.configuration(trained, optimizer)
+        config = setup.configuration(trained, optimizers)
         # without overlap_comm, stage 1 does not communicate during the backward pass
         in_step, scale = self.stage == 1 and not self.config.overlap_comm, LossScale(self.precision, self.device)
-        engine = TrainingEngine(setup.session, target, optimizer, config, local=local or in_step, scale=scale)
-        self._engines[id(optimizer)] = engine
+        engine = TrainingEngine(setup.session, target, optimizers, config, local=local or in_step, scale=scale)
+        engine.shadow.step_whole = WholeSteps(engine, self.world, self.device).step
+        self._engines.update(dict.fromkeys(map(id, optimizers), engine))
         if not local:
             self._window = EngineWindow(engine, self, self.world)
             self.owns_backward = not in_step
             for model in self._models:
                 model.call = self._window.call
-        return optimizer
+
+    def _engine_of(self, optimizer: Optimizer) -> TrainingEngine:
+        return self._engines[id(optimizers_in(optimizer)[0])]
+
+    @property
+    def _all_engines(self) -> list[TrainingEngine]:
+        return list(dict.fromkeys(self._engines.values()))
+
+    def has_gradients(self, optimizer: Optimizer) -> bool:
+        given = self._engine_of(optimizer).has_gradient(p for group in optimizer.param_groups for p in group["params"])
+        return any(self.world.largest([given]))
 
     def _target(self, trained: list[Tensor]) -> tuple[nn.Module, bool]:
         """Returns the module of the new engine, and whether gradients stay local until the optimizer step."""
@@ -260,7 +281,7 @@ class ZeROStrategy(ProcessStrategy):
         elif self._window is not None:
             self._window.backward(self.precision.scale(loss), micro, **kwargs)
         else:
-            for engine in self._engines.values():
+            for engine in self._all_engines:
                 engine.before_backward()
             kwargs.pop("call", Tensor.backward)(self.precision.scale(loss), **kwargs)
 
@@ -283,7 +304,7 @@ class ZeROStrategy(ProcessStrategy):
     def scale_gradients(self, parameters: Iterable[Tensor], factor: float) -> None:
         """See `trainkit.Strategy.scale_gradients`. The optimizer step unscales the gradients accordingly."""
         keys = {id(parameter) for parameter in parameters}
-        for engine in self._engines.values():
+        for engine in self._all_engines:
             if any(id(parameter) in keys for parameter in engine.parameters):
                 engine.scale_gradients(factor)
 
@@ -298,7 +319,7 @@ class ZeROStrategy(ProcessStrategy):
                 "ZeRO does not support an optimizer step with a closure. Compute the loss and call backward before "
                 "optimizer.step(), or use strategy='ddp'."
             )
-        engine = self._engines[id(optimizer)]
+        engine = self._engine_of(optimizer)
         if self._window is not None and not self._window.any_loss():
             engine.discard()
             updated = False
@@ -317,7 +338,7 @@ class ZeROStrategy(ProcessStrategy):
         """
         if norm_type != 2.0:
             raise ConfigurationError(f"ZeRO clips by the 2-norm, not norm_type={norm_type!r}. Use 2.0, or strategy='ddp'.")
-        engine = engine_over(parameters, self._engines.values())
+        engine = engine_over(parameters, self._all_engines)
         engine.clip = self.run_settings.clipping(max_norm)
         return engine.norm()
 
@@ -330,22 +351,22 @@ class ZeROStrategy(ProcessStrategy):
         return self._start().sharding.gather(module.parameters(), modified) if self.stage == 3 else nullcontext()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor | None:
-        return self._engines[id(optimizer)].norm()
+        return self._engine_of(optimizer).norm()
 
     def stored_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
-        return stored_state.make_stored_weights(module, list(self._engines.values()), self.device)
+        return stored_state.make_stored_weights(module, self._all_engines, self.device)
 
     def exported_weights(self, module: nn.Module) -> Mapping[int, Tensor]:
         short = self.config.zero3_save_16bit_model
         return stored_state.working_weights(module, self.device) if short else self.stored_weights(module)
 
     def load_weights(self, values: Mapping[nn.Parameter, Tensor]) -> None:
-        stored_state.load_weights(values, [*self._engines.values()], self.device)
+        stored_state.load_weights(values, self._all_engines, self.device)
 
     def stored_optimizer(self, optimizer: Optimizer) -> StoredOptimizer | None:
         if id(optimizer) not in self._engines:
             raise ConfigurationError(RUN_IS_OVER)
-        return stored_state.make_stored_optimizer(self._engines[id(optimizer)], self.device)
+        return stored_state.make_stored_optimizer(self._engines[id(optimizer)], optimizer, self.device)
 
     def load_optimizer(self, optimizer: Optimizer, stored: StoredOptimizer) -> None:
         stored_state.load_optimizer(self._engines[id(optimizer)], stored)
@@ -357,7 +378,7 @@ class ZeROStrategy(ProcessStrategy):
             if self._setup is not None:
                 rest.callback(self._setup.close, collective=not self.broken)
                 self._setup = None
-            for engine in (*self._engines.values(), self._evaluation_engine):
+            for engine in (*self._all_engines, self._evaluation_engine):
                 if engine is not None:
                     engine.close()
 

@@ -633,21 +633,18 @@ class Accelerator:
 
     def _prepare_optimizers(self, objects: Mapping[int, Any]) -> dict[int, Any]:
         """The prepared optimizers by their place among the objects."""
-        prepared: dict[int, Any] = {}
-        for place, item in objects.items():
-            if isinstance(item, Optimizer):
-                prepared[place] = self._find_prepared(item) or self._prepare_optimizer(item)  # It may occur twice.
-        self._step_checks.note_prepared()
-        return prepared
-
-    def _prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
+        given = {place: item for place, item in objects.items() if isinstance(item, Optimizer)}
+        found = {id(item): self._find_prepared(item) for item in given.values()}  # One may occur twice.
+        new = list({id(item): item for item in given.values() if found[id(item)] is None}.values())
         models = self._models.wrapped
-        prepared = PreparedOptimizer(self.strategy.prepare_optimizer(optimizer, models[-1] if models else None), self)
-        self._prepared.optimizers.append(prepared)
-        if self.accumulation.own_loop:
-            self._step_checks.watch(optimizer, self)
+        for optimizer, prepared in zip(new, self.strategy.prepare_optimizers(new, models[-1] if models else None), strict=True):
+            found[id(optimizer)] = PreparedOptimizer(prepared, self)
+            self._prepared.optimizers.append(found[id(optimizer)])
+            if self.accumulation.own_loop:
+                self._step_checks.watch(optimizer, self)
         self.strategy.precision.several_optimizers = len(self._prepared.optimizers) > 1
-        return prepared
+        self._step_checks.note_prepared()
+        return {place: found[id(item)] for place, item in given.items()}
 
     def _prepare_scheduler(self, scheduler: Any, once: bool) -> PreparedScheduler | None:
         known = None if scheduler is None else self._find_prepared(scheduler)  # It may occur twice.
@@ -955,7 +952,7 @@ class Accelerator:
             self.skip_requested = self.skip_requested and state.own_loop  # a Trainer requests it for each step
         else:
             if unchecked and isinstance(inner, JointOptimizer):
-                inner.begin()
+                inner.begin(self.strategy.has_gradients)
             self.updating = True  # stays so if an error leaves the parameters between two steps
             updated = self.strategy.optimizer_step(inner, closure)
             self.updating = False

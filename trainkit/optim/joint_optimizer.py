@@ -102,8 +102,11 @@ class JointOptimizer(Optimizer):
             f"trainer.optimizers[0].{call}"
         )
 
-    def begin(self) -> None:
+    def begin(self, has_gradients: Callable[[Optimizer], bool]) -> None:
         """Before the first step: refuse an optimizer that has trainable parameters but no gradient, and would train nothing.
+
+        Args:
+            has_gradients: See `trainkit.Strategy.has_gradients`.
 
         Raises:
             OptimizerError: Names the optimizer, and manual optimization.
@@ -111,8 +114,8 @@ class JointOptimizer(Optimizer):
         if self.begun:
             return
         for number, optimizer in enumerate(self.optimizers):
-            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-            if trained and all(p.grad is None for p in trained):
+            trained = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
+            if trained and not has_gradients(optimizer):
                 raise OptimizerError(
                     f"{type(optimizer).__name__}, optimizer {number} of {len(self.optimizers)} that step together, has no "
                     "gradient in the first step: the loss depends on none of its parameters. Expected one loss whose backward "

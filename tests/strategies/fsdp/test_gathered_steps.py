@@ -57,10 +57,10 @@ def test_like_one_process(name: str) -> None:
     step_whole = GatheredSteps._step_whole
     with pytest.MonkeyPatch.context() as patch:
 
-        def counted(self: GatheredSteps, one: Any, wholes: Any) -> Any:
+        def counted(self: GatheredSteps, one: Any, before: Any, wholes: Any) -> Any:
             assert [whole.shape for whole in wholes] == [one.parameter.shape] * len(wholes)
             stepped.append(one.parameter.numel())
-            return step_whole(self, one, wholes)
+            return step_whole(self, one, before, wholes)
 
         patch.setattr(GatheredSteps, "_step_whole", counted)
         assert_like_one_process(plan=PLAN, optimizer=MADE[name])

@@ -22,7 +22,7 @@ from trainkit import Precision
 from trainkit.distributed.parameter_placement import own_range
 from trainkit.errors import ModuleError
 from trainkit.micro_batch import MicroBatch
-from trainkit.strategies.fsdp.sharded_model import Shards, _senders
+from trainkit.strategies.fsdp.sharded_model import Shards
 
 INTEGER = torch.int8 if hasattr(FSDPModule, "set_reduce_scatter_unused_params") else torch.float64  # torch 2.9: float only
 
@@ -436,16 +436,6 @@ def test_a_failed_step() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- shards
-
-
-def test_senders() -> None:
-    """Of the ranks with one part, the owner sends it if it has it; ranks without values send nothing."""
-    first, second, none = ((0, 2), (0, 3)), ((2, 4), (0, 3)), ((4, 4), (0, 3))
-    assert _senders([first, second, none], 0) == _senders([first, second, none], 2) == [0, 1]
-    copies = [first, second, first, second]
-    assert [_senders(copies, owner) for owner in range(4)] == [[0, 1], [0, 1], [1, 2], [0, 3]]
-    assert _senders([none, none], 1) == []
-    assert _senders([()], 0) == [0]  # a scalar
 
 
 @pytest.mark.world_size(4)
