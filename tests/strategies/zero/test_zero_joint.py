@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.runs.parity import Case, RegressionModule, trained
+from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.parity import Case, Noisy, RegressionModule, trained
+from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.trainers import make_trainer
 from helpers.zero.zero_cases import STAGES, strategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.data import DataLoader
+
+from trainkit import Callback, Precision
+from trainkit.errors import OptimizerError
+from trainkit.strategies.zero.whole_steps import WholeSteps
 
 
 class Joint(RegressionModule):
@@ -48,3 +57,153 @@ def test_as_on_one_process(make: type, kind: str, size: int) -> None:
     assert some.losses == pytest.approx(one.losses, rel=2e-6)
     assert some.rates == one.rates
     assert difference(some.parameters[-1], one.parameters[-1]) < 5e-6
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3"])
+def test_exact_resume(kind: str, run_dir: Path) -> None:
+    """Killed in the middle, bit for bit, with the state of Muon, AdamW and Adagrad."""
+    whole, broken = run_dir / "whole", run_dir / "broken"
+    whole.mkdir()
+    broken.mkdir()
+    case = Case(samples=35, make=WithMuon, arguments={"precision": "32-true", "gradient_clip_val": 0.5})
+    expected = undisturbed(case, whole, 2, strategy=strategy(kind))
+    killed(case, broken, 2, 0, (1, 2), strategy=strategy(kind))
+    assert resumed(case, broken, 2, 1, strategy=strategy(kind)) == expected
+    assert all(torch.equal(a, b) for a, b in zip(parameters(broken), parameters(whole), strict=True))
+
+
+class Saver(Callback):
+    """Saves after three steps, and keeps the whole parameters at the end."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3:
+            trainer.save_checkpoint("after-3")
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.gathered_parameters(module):
+            self.parameters = [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("before, after", [("ddp", "zero2"), ("zero3", "fsdp"), ("zero2", "ddp"), ("fsdp", "zero3")])
+def test_a_checkpoint_moves(before: str, after: str) -> None:
+    """With the state of all optimizers: the same training as without a move."""
+
+    def fit(kind: str, path: str | None = None) -> list[Tensor]:
+        saver = Saver()
+        made = "fsdp" if kind == "fsdp" else strategy(kind)
+        trainer = make_trainer(saver, strategy=made, max_steps=7, max_epochs=-1)
+        trainer.fit(WithMuon(), DataLoader(Noisy(24), 2, shuffle=True), ckpt_path=path)
+        return saver.parameters
+
+    whole = fit(before)
+    assert difference(fit(after, "after-3"), whole) < 5e-6
+
+
+class Overflowing(TinyModule):
+    """In step 1 the gradient of one optimizer overflows, on rank 1 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            loss = loss + (self.layer.bias - self.layer.bias.detach()).sum() * 1e38 * 1e38
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first = torch.optim.Muon([self.layer.weight], lr=0.1)
+        second = torch.optim.Adam([self.layer.bias], lr=0.1)
+        return [first, second], [{"scheduler": CosineAnnealingLR(first, 9), "interval": "step"}]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
+def test_a_step_that_is_skipped_by_all(kind: str) -> None:
+    module, made = Overflowing(), strategy(kind, precision=Precision("16-mixed", init_scale=64.0))
+    trainer = make_trainer(strategy=made, gradient_clip_val=1.0)
+    trainer.fit(module, tiny_loader(32))
+    assert trainer.global_step == 3
+    assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 3
+    assert bool(torch.isfinite(module.layer.weight).all())
+    ends = made.world.exchange(module.layer.weight.tolist())
+    assert ends[0] == ends[1]
+
+
+class Unused(TinyModule):
+    """The loss does not depend on the parameters of the second optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layer.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", list(STAGES))
+def test_an_optimizer_without_any_gradient(kind: str) -> None:
+    with pytest.raises(OptimizerError, match=r"^Adam, optimizer 1 of 2 .* no gradient .*automatic_optimization = False"):
+        make_trainer(strategy=strategy(kind), gradient_clip_val=1.0).fit(Unused(), tiny_loader(32))
+
+
+class Lars(torch.optim.SGD):
+    """The learning rate of each parameter is scaled by its norm, and counts its steps."""
+
+    counts = 1
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + (1 if self.counts == 1 else parameter.numel())
+                scale = float(parameter.detach().norm() / (parameter.grad.norm() + 1e-6))
+                parameter.data.add_(parameter.grad, alpha=-group["lr"] * scale / min(state["count"], 10))
+
+
+class CountsElements(Lars):
+    counts = 2
+
+
+class WithLars(RegressionModule):
+    kind: type[Lars] = Lars
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("kind", ["zero1-cpu", "zero3"])
+def test_an_unknown_optimizer_that_needs_whole_parameters(kind: str) -> None:
+    """It is found by trial; alone, with a number in its state."""
+    case = Case(samples=48, make=WithLars, arguments={"precision": "32-true"})
+    one, two = trained(case, 1), trained(case, 2, strategy=strategy(kind))
+    assert two.losses == pytest.approx(one.losses, rel=2e-6)
+    assert difference(two.parameters[-1], one.parameters[-1]) < 5e-6
+
+
+@pytest.mark.world_size(2)
+def test_a_number_that_differs_between_parameters() -> None:
+    module = WithLars()
+    module.kind = CountsElements
+    with pytest.raises(OptimizerError, match=r"CountsElements does not work under ZeRO: its state \(count\) has a number"):
+        make_trainer(strategy=strategy("zero2")).fit(module, DataLoader(Noisy(24), 2))
+
+
+def test_one_whole_parameter_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank has more than one whole matrix at a time: each one is stepped by one rank."""
+    shapes: list[Any] = []
+    step = WholeSteps._step_whole
+
+    def counted(optimizer: Any, group: Any, shape: Any, *rest: Any) -> Any:
+        shapes.append(tuple(shape))
+        return step(optimizer, group, shape, *rest)
+
+    monkeypatch.setattr(WholeSteps, "_step_whole", staticmethod(counted))
+    make_trainer(strategy=strategy("zero2"), max_steps=2).fit(WithMuon(), DataLoader(Noisy(24), 2))
+    assert shapes == [(16, 6), (6, 16)] * 2
