@@ -15,13 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainkit.distributed.parameter_placement import Range, part_at
+from trainkit.distributed.parameter_placement import Range, part_at, whole_shape
 from trainkit.distributed.world import World
 from trainkit.errors import OptimizerError
 from trainkit.optim.optimizer_copy import trial_copy
 from trainkit.optim.whole_parameters import StepTrial, try_step
+from trainkit.strategy import Contents
 
-__all__ = ["Parts", "WholeStep", "senders", "set_numbers", "step_in_rounds", "step_whole", "try_whole"]
+__all__ = ["Parts", "WholeStep", "largest_gathered", "senders", "set_numbers", "step_in_rounds", "step_whole", "try_whole"]
 
 
 def try_whole(optimizer: Optimizer, group: dict[str, Any], dims: int, dtype: torch.dtype, device: torch.device) -> StepTrial:
@@ -50,6 +51,29 @@ def try_whole(optimizer: Optimizer, group: dict[str, Any], dims: int, dtype: tor
         f"{name} does not work on sharded parameters: it needs whole ones, and {why}. Use torch.optim.AdamW or "
         "torch.optim.Muon, or strategy='ddp'."
     )
+
+
+def largest_gathered(contents: Contents) -> int:
+    """Bytes of the largest parameter that a rank steps whole, with its gradient and its state; 0 without such an optimizer.
+
+    Raises:
+        OptimizerError: See `try_whole`.
+    """
+    # Without modules it is unknown which optimizer has which parameter.
+    weights = dict(zip(map(id, nn.ModuleList(contents.modules).parameters()), contents.weights, strict=False))
+    largest = 0
+    for optimizer in contents.optimizers:
+        for group in optimizer.param_groups:
+            trials: dict[tuple[int, torch.dtype], bool] = {}
+            for parameter in group["params"]:
+                weight, key = weights.get(id(parameter)), (max(len(whole_shape(parameter)), 1), parameter.dtype)
+                if weight is None or not weight.trained:
+                    continue
+                if key not in trials:
+                    trials[key] = try_whole(optimizer, group, *key, torch.device("cpu")).elementwise
+                if not trials[key]:
+                    largest = max(largest, 2 * weight.nbytes + weight.state)
+    return largest
 
 
 @dataclass(frozen=True)
@@ -219,9 +243,11 @@ class Exchange:
         if known is not None:
             target.copy_(known)
             return
-        arriving = torch.empty(target.shape, dtype=target.dtype, device=device or target.device)
+        arriving = target
+        if not target.is_contiguous() or (device is not None and device != target.device):
+            arriving = torch.empty(target.shape, dtype=target.dtype, device=device or target.device)
+            self._received.append((target, arriving))
         self._operations.append(dist.P2POp(dist.irecv, arriving, sender))
-        self._received.append((target, arriving))
 
     def run(self) -> None:
         """Wait for all transfers. Collective."""
@@ -230,3 +256,5 @@ class Exchange:
                 work.wait()
         for target, arriving in self._received:
             target.copy_(arriving)
+        self._operations.clear()  # They hold tensors, and the step comes next.
+        self._received.clear()

@@ -6,7 +6,8 @@ In addition to a rank's shards of parameters, gradients and optimizer state, tor
   all-gather: in the forward that of the same unit, in the backward that of the next one, which is gathered in advance;
 - in the backward, the whole gradients of the root, those of the unit that runs, and the reduce-scatter input of
   the unit before;
-- at the end of the backward, the whole gradients of the root, and their copy as its reduce-scatter input.
+- at the end of the backward, the whole gradients of the root, and their copy as its reduce-scatter input;
+- in a step of an optimizer that needs whole parameters, such as Muon, one of them with its gradient and its state.
 
 `benchmarks/plan.py` compares these numbers with real runs.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from trainkit.strategies._whole_steps import largest_gathered
 from trainkit.strategies.fsdp.sharded_models import FSDPOptions, refuse_optimizer
 from trainkit.strategies.fsdp.units import choose_units, find_ignored_parameters
 from trainkit.strategy import Contents, Footprint, Held, StepMemory, Weight, footprint_on_one_device, in_backward
@@ -47,8 +49,9 @@ def footprint(contents: Contents, options: FSDPOptions, processes: int, name: st
     device, host = (stays, kept) if offloads else (stays + kept, Held())
     here, there = (Held(), host + gradients) if offloads else (gradients, host)
     unit, root = sizes.in_reductions(shards)
+    gathered = largest_gathered(sizes.stored)
     moments = {
-        "update": StepMemory(device + here, there),
+        "update": StepMemory(device + here + Held(buffers=gathered), there),
         "forward": StepMemory(device + sizes.in_forward(shards), host),
         "reduce a unit": StepMemory(device + here + unit, there),
         "reduce the root": StepMemory(device + here + root, there),

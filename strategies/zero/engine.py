@@ -1,9 +1,9 @@
-"""One optimizer under ZeRO, or several that step together: drives DeepSpeed's engine so that trainkit controls accumulation, clipping and gradients.
+"""The optimizers that step together under ZeRO: drives DeepSpeed's engine so that trainkit controls accumulation and clipping.
 
 Gradients are reduced in one of two modes. *Streamed*: the hooks of each backward pass reduce a bucket as soon as it is full, so
 no process keeps full gradients (stages 2 and 3). *Local*: each process keeps its gradients, as plain PyTorch does, and
 `TrainingEngine.finish` reduces them once, in the same order on all processes, with zeros where a process has none (stage 1,
-accumulation windows in which processes have different numbers of micro-batches, manual optimization, and several optimizers).
+accumulation windows in which processes have different numbers of micro-batches, and manual optimization).
 """
 
 from __future__ import annotations

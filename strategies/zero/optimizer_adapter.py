@@ -20,7 +20,7 @@ from trainkit.strategies._whole_steps import try_whole
 if TYPE_CHECKING:
     from trainkit.strategies.zero.engine import TrainingEngine
 
-__all__ = ["Shadow", "engine_over", "refuse_optimizer", "warn_slow_on_cpu"]
+__all__ = ["Shadow", "engine_over", "of_deepspeed", "refuse_optimizer", "warn_slow_on_cpu"]
 
 # Optimizers that do not work, with the reason. Under ZeRO each process has a flat shard of the parameters.
 _UNSUPPORTED = {
@@ -43,6 +43,11 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
                 f"{type(optimizer).__name__} does not work under ZeRO, where each process has a flat shard of the parameters: "
                 f"{reason}. Use an elementwise optimizer, such as torch.optim.AdamW, or strategy='ddp'."
             )
+
+
+def of_deepspeed(optimizer: Optimizer) -> bool:
+    """Whether it is an optimizer of DeepSpeed: made for flat shards, and perhaps not for the tensors of a trial."""
+    return any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__)
 
 
 def warn_slow_on_cpu(optimizer: Optimizer, device: torch.device) -> None:
@@ -85,7 +90,9 @@ class Shadow:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
         self._pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._parts: list[tuple[Optimizer, StepTrial | None]] = []  # of each group: its copy, and the trial if it needs whole ones
+        self._parts: list[
+            tuple[Optimizer, StepTrial | None]
+        ] = []  # of each group: its copy, and the trial if it needs whole ones
         copies = [self._copy(optimizer) for optimizer in self.optimizers]
         self.step_whole: Callable[[Optimizer, dict[str, Any], StepTrial], None] | None = None
         whole = any(trial is not None for _, trial in self._parts)
@@ -128,7 +135,7 @@ class Shadow:
 
     def counts_in_ints(self, group: int) -> bool:
         """Whether `step` in the optimizer state is an int, as in DeepSpeed's optimizers; PyTorch uses a tensor."""
-        return any(kind.__module__.startswith("deepspeed.") for kind in type(self._parts[group][0]).__mro__)
+        return of_deepspeed(self._parts[group][0])
 
     def begins_with_state(self, group: int) -> bool:
         """Whether the optimizer of a group has state before its first step, like Adagrad."""
@@ -223,8 +230,8 @@ def _whole_trial(optimizer: Optimizer, group: dict[str, Any], parameters: Iterab
     Raises:
         OptimizerError: It works on one process only.
     """
-    if any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
-        return None  # Made for flat shards, and perhaps not for the tensors of a trial.
+    if of_deepspeed(optimizer):
+        return None
     whole = None
     for dims in {len(getattr(parameter, "ds_shape", parameter.shape)) for parameter in parameters}:
         trial = try_whole(optimizer, group, max(dims, 1), torch.float32, next(iter(parameters)).device)

@@ -23,7 +23,15 @@ from trainkit.strategies.zero.nvme import Shard, partition
 from trainkit.strategies.zero.partitions import is_sharded
 from trainkit.tagged_json.tensors import ShardedTensor
 
-__all__ = ["FlatShards", "flat_positions", "load_optimizer", "load_weights", "make_stored_optimizer", "make_stored_weights", "working_weights"]
+__all__ = [
+    "FlatShards",
+    "flat_positions",
+    "load_optimizer",
+    "load_weights",
+    "make_stored_optimizer",
+    "make_stored_weights",
+    "working_weights",
+]
 
 Ranges = list[tuple[int, int]]
 

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from trainkit.strategies._whole_steps import largest_gathered
 from trainkit.strategies.zero.deepspeed_config import ZeROConfig
-from trainkit.strategies.zero.optimizer_adapter import refuse_optimizer
+from trainkit.strategies.zero.optimizer_adapter import of_deepspeed, refuse_optimizer
 from trainkit.strategy import Contents, Footprint, Held, StepMemory, Weight, in_backward
 
 if TYPE_CHECKING:
@@ -61,6 +62,9 @@ class ZeROMemory:
         moments = self._stage_3(sizes) if self.config.stage == 3 else self._stages_1_and_2(sizes)
         moments |= self._backward(contents, sizes, moments)
         slots = contents.flat_slots
+        if gathered := self._count_whole(contents):
+            device = moments["update"].device
+            moments["update"] = replace(moments["update"], device=replace(device, buffers=device.buffers + gathered))
         trained = sum(weight.numel for weight in contents.trained)
         return Footprint(
             self.name,
@@ -79,6 +83,12 @@ class ZeROMemory:
         if set(places.values()) == {"nvme"}:
             return f"zero{self.config.stage}, both on nvme"
         return ", ".join([f"zero{self.config.stage}", *(f"{what} on {place}" for what, place in places.items() if place)])
+
+    def _count_whole(self, contents: Contents) -> int:
+        """Bytes of the largest parameter that is stepped whole, with its gradient and its state, all in float32."""
+        slots, optimizers = contents.flat_slots, tuple(one for one in contents.optimizers if not of_deepspeed(one))
+        weights = tuple(replace(w, itemsize=_MASTER_BYTES, state=_MASTER_BYTES * slots * w.numel) for w in contents.weights)
+        return largest_gathered(replace(contents, weights=weights, optimizers=optimizers))
 
     def _stages_1_and_2(self, s: _Sizes) -> dict[str, StepMemory]:
         config, b = self.config, s.itemsize

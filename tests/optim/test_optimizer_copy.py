@@ -108,6 +108,10 @@ def test_count_slots(name: str, slots: int) -> None:
         assert count_slots(OPTIMIZERS[name](parameters())) == slots
 
 
+def test_count_slots_of_an_optimizer_that_steps_matrices_only() -> None:
+    assert count_slots(torch.optim.Muon([torch.nn.Parameter(torch.ones(3, 4))])) == 1
+
+
 def test_the_optimizer_is_not_changed() -> None:
     real = parameters()
     optimizer = OPTIMIZERS["adamw"](real)

@@ -133,12 +133,17 @@ def trial_copy(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[
 
 
 def count_slots(optimizer: Optimizer) -> int:
-    """Number of tensors of a parameter's size in the state of each parameter, for flat float32 parameters."""
+    """Number of tensors of a parameter's size in the state of each parameter, for float32 parameters."""
     device = optimizer.param_groups[0]["params"][0].device
     if device.type == "meta" or _on_host(optimizer):
         device = torch.device("cpu")
-    trials = [_trial(optimizer, group, (3,), torch.float32, device) for group in optimizer.param_groups]
-    return max((sum(slot.ndim > 0 for slot in slots) for slots in trials), default=0)
+    counts = [0]
+    for group in optimizer.param_groups:
+        for dims in {max(len(whole_shape(parameter)), 1) for parameter in group["params"]}:
+            shape = _PRIMES[:dims]
+            slots = _trial(optimizer, group, shape, torch.float32, device)
+            counts.append(sum(slot.ndim > 0 and slot.numel() == math.prod(shape) for slot in slots))
+    return max(counts)
 
 
 def _on_host(optimizer: Optimizer) -> bool:

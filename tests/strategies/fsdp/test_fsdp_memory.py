@@ -48,6 +48,17 @@ def test_everything_is_sharded() -> None:
         assert update.host == Held()
 
 
+def test_a_matrix_that_is_stepped_whole() -> None:
+    """The largest one, with its gradient and its momentum; for optimizers that step shards nothing."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to("meta")
+    matrices, biases = ([p for p in model.parameters() if p.ndim == dims] for dims in (2, 1))
+    held = contents_of([model], [torch.optim.Muon(matrices), torch.optim.AdamW(biases)], 1)
+    assert footprint(held, 2).moments["update"].device.buffers == 3 * 4 * 32
+    assert FSDPStrategy(device="cpu").footprint(contents(), 2).moments["update"].device.buffers == 0
+    shards = footprint(contents_of([model.bfloat16()], held.optimizers, 1), 2).moments["update"].device
+    assert shards.buffers == (2 + held.flat_slots) * 4 * 32
+
+
 def test_whole_units() -> None:
     moments = footprint(contents(), 2).moments
     # 48 bytes of the root, and two blocks of 80

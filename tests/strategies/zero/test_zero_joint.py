@@ -1,4 +1,4 @@
-"""Several optimizers in one step, and optimizers that need whole parameters, under ZeRO: the same training as on one process."""
+"""Several optimizers in one step, and those that need whole parameters, under ZeRO: the same training as on one process."""
 
 from __future__ import annotations
 

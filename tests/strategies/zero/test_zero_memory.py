@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from helpers.runs.planned import Planned, bytes_at_the_peak, bytes_in_the_update
 from helpers.runs.replicas import together
 from helpers.runs.trainers import make_trainer
 from helpers.zero.zero_cases import NVME, STAGES
+from torch import nn
 
 from trainkit.errors import OptimizerError
+from trainkit.memory.inventory import contents_of
 from trainkit.strategies import ZeROStrategy
 from trainkit.strategies.zero.zero_memory import ZeROMemory
 from trainkit.strategy import Contents, Weight
@@ -137,3 +140,14 @@ def test_the_estimate_uses_the_options_of_the_strategy() -> None:
         trainer._memory_estimator().contents(Planned()), 2
     )
     assert own.footprint.moments["update"].device.buffers == 4 * 1000
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero2-cpu", "zero3"])
+def test_a_matrix_that_is_stepped_whole(kind: str) -> None:
+    """The largest one, with its gradient and its state in float32, is added to the step."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)).to("meta")
+    matrices, biases = ([p for p in model.parameters() if p.ndim == dims] for dims in (2, 1))
+    held = contents_of([model], [torch.optim.Muon(matrices), torch.optim.AdamW(biases)], 1)
+    without = replace(held, optimizers=(torch.optim.AdamW(model.parameters()),))
+    more, less = (memory(kind).footprint(each, 2).moments["update"].device.buffers for each in (held, without))
+    assert more - less == (2 + held.flat_slots) * 4 * 32
