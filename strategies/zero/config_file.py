@@ -741,6 +741,12 @@ class RunSettings:
         """Returns the class that DeepSpeed would use, and its options; removes DeepSpeed's own options from `params`."""
         if name in ("Adam", "AdamW"):
             return self._adam_class(name, params, device)
+        if name == "Muon":  # DeepSpeed's is another algorithm: it orthogonalizes gradients before they are clipped.
+            raise ConfigurationError(
+                f"{self._source}: DeepSpeed's optimizer 'Muon', which is Muon for matrices and Adam for the rest, is not "
+                "supported in a configuration. Remove the section, and return both from configure_optimizers: "
+                "[torch.optim.Muon(matrices), torch.optim.AdamW(rest)]"
+            )
         kind = getattr(torch.optim, name, None)
         if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
             known = [n for n in dir(torch.optim) if n[0].isupper()]

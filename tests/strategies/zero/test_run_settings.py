@@ -214,6 +214,11 @@ def test_contradictions_to_the_trainer(told: Any, arguments: dict[str, Any], mes
             "there is no optimizer 'Adm'. Did you mean 'Adam'",
         ),
         (
+            config(optimizer={"type": "Muon", "params": {"lr": 1}}),
+            WithoutOptimizer,
+            "optimizer 'Muon', which is Muon for matrices and Adam for the rest, is not supported",
+        ),
+        (
             config(optimizer={"type": "SGD", "params": {"lr": 1, "x": 2}}),
             WithoutOptimizer,
             "SGD does not accept its 'params'. Fix them: .*'x'",

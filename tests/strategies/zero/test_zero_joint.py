@@ -59,6 +59,18 @@ def test_as_on_one_process(make: type, kind: str, size: int) -> None:
     assert difference(some.parameters[-1], one.parameters[-1]) < 5e-6
 
 
+@pytest.mark.parametrize(
+    "kind, options",
+    [("zero2", {"round_robin_gradients": True}), ("zero3", {"sub_group_size": 40}), ("zero1", {}), ("zero3-cpu", {})],
+)
+def test_accumulated(kind: str, options: dict[str, Any]) -> None:
+    """With parts in another order, and in several flat shards of a group. Some ranks have nothing in the last window."""
+    case = Case(samples=50, window=12, make=WithMuon, arguments={"precision": "32-true"})
+    one, two = trained(case, 1), trained(case, 2, strategy=strategy(kind, **options))
+    assert two.losses == pytest.approx(one.losses, rel=2e-6)
+    assert difference(two.parameters[-1], one.parameters[-1]) < 5e-6
+
+
 @pytest.mark.parametrize("kind", ["zero2", "zero3"])
 def test_exact_resume(kind: str, run_dir: Path) -> None:
     """Killed in the middle, bit for bit, with the state of Muon, AdamW and Adagrad."""
