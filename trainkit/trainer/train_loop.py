@@ -26,8 +26,10 @@ from trainkit.errors import LossError, MissingMetricError, ModuleError
 from trainkit.metrics.metric_objects import count_updates
 from trainkit.metrics.store import Scope
 from trainkit.module.monitors import not_logged, validation_hint
+from trainkit.module.overridable_hooks import is_overridden
 from trainkit.optim.joint_optimizer import JointOptimizer
 from trainkit.state.callback_state import logger_states
+from trainkit.strategy import Strategy
 from trainkit.trainer.eval_loop import evaluate
 from trainkit.trainer.module_steps import check_loss, detach_loss, loss_in, without_data
 from trainkit.trainer.progress import Phase, Stop, ValidationStart
@@ -218,8 +220,9 @@ def run_backward(run: Run, training: Training, loss: Tensor, whole: bool = True)
     try:
         training.backward(loss)
     except ModuleError:  # Parameters without a gradient. If they are all those of an optimizer, that needs another advice.
-        if isinstance(training.optimizer, JointOptimizer):
-            training.optimizer.begin()
+        # Where the question is a collective, it cannot be asked here: perhaps only this rank has failed.
+        if isinstance(training.optimizer, JointOptimizer) and not is_overridden(run.strategy, "has_gradients", Strategy):
+            training.optimizer.begin(run.strategy.has_gradients)
         raise
     if whole:
         for hook in hooks.on_after_backward:
