@@ -17,7 +17,7 @@ from trainkit.integrations.transformers import TransformersModule
 from trainkit.integrations.transformers.token_loss import UNSHIFTED, LabelCount, smoothed_loss
 
 IGNORED = -100
-SMALL = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+SMALL: dict[str, Any] = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
 SMALL |= {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "dropout": 0.0}
 
 
@@ -68,7 +68,7 @@ def test_labels_that_are_shifted_already(epsilon: float) -> None:
     import transformers
 
     torch.manual_seed(0)
-    model: Any = transformers.BartForCausalLM(transformers.BartConfig(vocab_size=37, **SMALL)).eval()  # type: ignore[arg-type]
+    model: Any = transformers.BartForCausalLM(transformers.BartConfig(vocab_size=37, **SMALL)).eval()
     rows = rows_for("llama", 7)
     measured = evaluate(model, loader(rows, 3), label_smoothing_factor=epsilon)
     assert measured == pytest.approx(mean_by_hand(model, rows, epsilon), abs=2e-6)
@@ -77,18 +77,18 @@ def test_labels_that_are_shifted_already(epsilon: float) -> None:
 def test_a_subclass_shifts_as_its_base() -> None:
     import transformers
 
-    class Mine(transformers.GPT2LMHeadModel):
+    class Mine(transformers.GPT2LMHeadModel):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    class Whole(transformers.BartForCausalLM):
+    class Whole(transformers.BartForCausalLM):  # type: ignore[misc]
         pass
 
     model = Mine(make_model("gpt2").config).eval()
     rows = rows_for("gpt2", 7)
     measured = evaluate(model, loader(rows, 3), label_names=["labels"])
     assert measured == pytest.approx(evaluate_by_hand(model, [*loader(rows, 3)]), abs=2e-6)
-    assert not LabelCount(Whole(transformers.BartConfig(vocab_size=37, **SMALL)), ["labels"]).shifts  # type: ignore[arg-type]
+    assert not LabelCount(Whole(transformers.BartConfig(vocab_size=37, **SMALL)), ["labels"]).shifts
 
 
 # ------------------------------------------------------------------------------------------------------- sums, ignored labels
@@ -101,7 +101,7 @@ def make_speech(reduction: str) -> Any:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 32}
     layers: dict[str, Any] = {"conv_dim": (16,), "conv_stride": (20,), "conv_kernel": (20,), "num_feat_extract_layers": 1}
     layers |= {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 2, "feat_extract_norm": "layer"}
-    config = transformers.Wav2Vec2Config(ctc_loss_reduction=reduction, **sizes, **layers)  # type: ignore[arg-type]
+    config = transformers.Wav2Vec2Config(ctc_loss_reduction=reduction, **sizes, **layers)
     return transformers.Wav2Vec2ForCTC(config).eval()
 
 
@@ -155,7 +155,7 @@ def test_smoothing_runs_the_decoder_as_the_model_does(kind: str) -> None:
         model: Any = transformers.EncoderDecoderModel(both).eval()
     else:
         ends = {"decoder_start_token_id": 1, "pad_token_id": 0, "vocab_size": 37}
-        model = transformers.BlenderbotForConditionalGeneration(transformers.BlenderbotConfig(**SMALL, **ends)).eval()  # type: ignore[arg-type]
+        model = transformers.BlenderbotForConditionalGeneration(transformers.BlenderbotConfig(**SMALL, **ends)).eval()
     rows = rows_for("t5", 7)
     measured = evaluate(model, loader(rows, 3), label_smoothing_factor=0.1)
     assert measured == pytest.approx(mean_by_hand(model, rows, 0.1), abs=2e-6)

@@ -699,7 +699,7 @@ def test_a_model_with_frozen_parameters_alone() -> None:
 
 def test_a_compiled_model() -> None:
     with pytest.raises(ConfigurationError, match=r"Trainer\(compile=True\)"):
-        TransformersModule(torch.compile(make_model("bert"), backend="eager"))
+        TransformersModule(torch.compile(make_model("bert"), backend="eager"))  # type: ignore[arg-type]
 
 
 def test_a_quantized_model(monkeypatch: pytest.MonkeyPatch) -> None:

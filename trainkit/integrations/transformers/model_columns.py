@@ -140,19 +140,8 @@ def _explain(rows: list[Any], name: str) -> DataError | None:
             f"the default collator makes batches of dicts, but a row of the {name} set is {type(rows[0]).__name__}. Return a "
             "dict of columns, or pass a collator: TransformersData(data_collator=...)"
         )
-    texts = [column for column, value in rows[0].items() if isinstance(value, str) or _is_list_of(value, str)]
-    if labels := [column for column in texts if column in ("labels", *_LABELS)]:
-        label = labels[0]
-        return DataError(
-            f"the labels of the {name} set, column {label!r}, are texts, such as {rows[0][label]!r}. Expected numbers from 0: "
-            f"dataset.class_encode_column({label!r}); or a dict of yours: dataset.map(lambda row: "
-            f"{{{label!r}: model.config.label2id[row[{label!r}]]}}). Target texts are tokenized: tokenizer(text_target=...)"
-        )
-    if texts:
-        return DataError(
-            f"the columns {', '.join(texts)} of the {name} set have texts, which are no tensors. Tokenize them: "
-            "dataset.map(lambda row: tokenizer(row['text'])); or remove them: dataset.remove_columns(...)"
-        )
+    if texts := [column for column, value in rows[0].items() if isinstance(value, str) or _is_list_of(value, str)]:
+        return _explain_texts(rows[0], texts, name)
     ragged = [
         column for column in rows[0] if len({len(row[column]) for row in rows if hasattr(row.get(column), "__len__")}) > 1
     ]
@@ -171,6 +160,20 @@ def _explain(rows: list[Any], name: str) -> DataError | None:
             "tokenizer.pad_token = tokenizer.eos_token"
         )
     return None
+
+
+def _explain_texts(row: Mapping[str, Any], texts: list[str], name: str) -> DataError:
+    label = next((column for column in texts if column in ("labels", *_LABELS)), None)
+    if label is not None:
+        return DataError(
+            f"the labels of the {name} set, column {label!r}, are texts, such as {row[label]!r}. Expected numbers from 0: "
+            f"dataset.class_encode_column({label!r}); or a dict of yours: dataset.map(lambda row: "
+            f"{{{label!r}: model.config.label2id[row[{label!r}]]}}). Target texts are tokenized: tokenizer(text_target=...)"
+        )
+    return DataError(
+        f"the columns {', '.join(texts)} of the {name} set have texts, which are no tensors. Tokenize them: "
+        "dataset.map(lambda row: tokenizer(row['text'])); or remove them: dataset.remove_columns(...)"
+    )
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

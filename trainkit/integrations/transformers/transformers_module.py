@@ -80,6 +80,10 @@ class TransformersModule(TrainModule, KnownKeywords):
     **Special tokens.** A fit writes the tokens for padding, begin and end that the tokenizer has into the configurations of the
     model, and a warning of transformers names what has changed.
 
+    **Loading.** A checkpoint has the arguments that are plain values. Pass the model and the functions again:
+    `TransformersModule.load_from_checkpoint(path, model=model, compute_metrics=accuracy)`. For the model alone:
+    `AutoModelForSequenceClassification.from_pretrained(path)`.
+
     **Metrics.** `compute_metrics` is called once, on the main process, with each sample once and in the order of the data.
     Predictions of different lengths are padded with -100. Above 64 MiB they are in files in Python's temporary folder (set
     `TMPDIR` to choose it), and `compute_metrics` gets memory maps, which are removed when it has returned.
@@ -168,24 +172,13 @@ class TransformersModule(TrainModule, KnownKeywords):
         super().__init__()
         check_names(self, TransformersModule, (), _OF_THEIR_TRAINER)
         _check_model(model)
-        _check_processing_class(processing_class)
         optim, lr_scheduler_type = _text(optim), _text(lr_scheduler_type)  # they may be members of transformers' enumerations
         optim_args, include_for_metrics = read_optim_args(optim_args), tuple(include_for_metrics)
-        check_optimizer(optim)
-        real_number(label_smoothing_factor, "label_smoothing_factor", least=0.0, example=0.1)
-        for name, number, example in (("learning_rate", learning_rate, 5e-5), ("weight_decay", weight_decay, 0.01)):
-            real_number(number, name, least=0.0, example=example)
-        real_number(warmup_steps, "warmup_steps", least=0.0, example=100)
-        for one in include_for_metrics:
-            choice(one, "include_for_metrics", _FOR_METRICS)
-        for name, value in (("compute_metrics", compute_metrics), ("compute_loss_func", compute_loss_func)):
-            function(value, name, "my_function")
-        function(preprocess_logits_for_metrics, "preprocess_logits_for_metrics", "my_function")
         own = dict(locals())
+        _check_arguments(own)
         self.save_hyperparameters(ignore=[*_NOT_SAVED, *(() if isinstance(generation_config, str) else ("generation_config",))])
         self.hparams.update(_checked(self, own))
-        self.model = model
-        self.processing_class = processing_class
+        self.model, self.processing_class = model, processing_class
         self.compute_metrics = compute_metrics
         self.compute_loss_func = compute_loss_func
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -642,6 +635,22 @@ class TransformersModule(TrainModule, KnownKeywords):
                 except Exception as failure:
                     error = failure
             return _agreed(strategy, address, error)
+
+
+def _check_arguments(own: Mapping[str, Any]) -> None:
+    _check_processing_class(own["processing_class"])
+    check_optimizer(own["optim"])
+    for name, example in (
+        ("learning_rate", 5e-5),
+        ("weight_decay", 0.01),
+        ("warmup_steps", 100),
+        ("label_smoothing_factor", 0.1),
+    ):
+        real_number(own[name], name, least=0.0, example=example)
+    for one in own["include_for_metrics"]:
+        choice(one, "include_for_metrics", _FOR_METRICS)
+    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+        function(own[name], name, "my_function")
 
 
 def _check_model(model: Any) -> None:
