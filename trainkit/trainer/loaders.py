@@ -117,6 +117,8 @@ def _sources(run: Run, name: str, value: Any) -> list[Any]:
 def _say_that_nothing_is_validated(run: Run, has_step: bool) -> None:
     """A fit has a validation step without data, or data without a step."""
     owner = type(run.module).__name__
+    if has_step and run.module.validation_step.__module__.startswith("trainkit."):
+        return  # such as TransformersModule: the user has not written the step, and need not have data for it
     if has_step:
         notice(
             f"{owner} has a validation_step, but there is no validation data: nothing is validated. Pass it: "

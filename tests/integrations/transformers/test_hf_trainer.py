@@ -294,6 +294,12 @@ def test_the_model_gets_the_special_tokens_of_the_tokenizer(tmp_path: Path) -> N
     assert (gpt2.config.pad_token_id, gpt2.config.bos_token_id, gpt2.config.eos_token_id) == (0, 1, 9)
 
 
+def test_training_without_an_evaluation_says_nothing_of_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Trainer(model(), arguments(tmp_path), train_dataset=rows()).train()
+    assert "fit ended" in caplog.text
+    assert "validat" not in caplog.text
+
+
 def test_the_loop_of_an_evaluation_is_called_by_a_subclass(tmp_path: Path) -> None:
     """As in transformers' examples of question answering."""
 
