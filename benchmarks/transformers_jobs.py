@@ -54,8 +54,9 @@ ACCUMULATION, BATCH, EPOCHS, RATE = 4, 4, 4, 5e-3
 EVALUATIONS, LOSSES = 2e-6, 1e-5  # The limits of trainkit's column.
 # With bf16 the order of operations shows.
 BF16 = 5e-3
-# In this job rounding grows: in float32 the loop by hand is itself 1.6e-3 from what it computes in float64, at step 24.
-ROUNDING = {"gpt2-smoothing": 2e-3}
+# In this job rounding grows, by the kind of CPU: in float32 the loop by hand is itself 1.6e-3 to 5.3e-3 from its results in
+# float64 at step 24, and 1.6e-5 in the evaluation after it. In float64, the next job, the usual limits hold.
+ROUNDING = {"gpt2-smoothing": (5e-5, 1e-2)}
 
 
 @dataclass(frozen=True)
@@ -412,7 +413,7 @@ def main() -> int:
                 list(zip(*f.evaluations, strict=True)) for f in (ours, truth)
             )
             apart = furthest(evaluations, true_evaluations), furthest(ours.losses, truth.losses)
-            limits = (BF16, BF16) if job.precision == "bf16-mixed" else (EVALUATIONS, ROUNDING.get(job_name, LOSSES))
+            limits = (BF16, BF16) if job.precision == "bf16-mixed" else ROUNDING.get(job_name, (EVALUATIONS, LOSSES))
             worst = max(value / limit for value, limit in zip(apart, limits, strict=True))
             table.add(
                 f"{job_name} | {name}",
