@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.joint_modules import OneOverflows, OneUnused
 from helpers.runs.parity import Case, Noisy, RegressionModule, trained
 from helpers.runs.tiny import TinyModule, tiny_loader
 from helpers.runs.trainers import make_trainer
@@ -62,31 +64,12 @@ def test_muon_as_on_one_process() -> None:
     assert_close(two.parameters[-1], one.parameters[-1], 5e-6)
 
 
-class Torn(TinyModule):
-    """In step 1 the gradient of one optimizer overflows, on rank 1 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if batch_idx == 1 and self.trainer.global_rank == 1:
-            loss = loss + (self.layer.bias - self.layer.bias.detach()).sum() * 1e38 * 1e38
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        first = torch.optim.SGD([self.layer.weight], lr=0.1, momentum=0.9)
-        second = torch.optim.Adam([self.layer.bias], lr=0.1)
-        return [first, second], [{"scheduler": CosineAnnealingLR(first, 9), "interval": "step"}]
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("precision", ["16-mixed", "32-true"])
 def test_a_step_that_is_skipped_by_all(precision: str) -> None:
     chosen = Precision(precision, init_scale=64.0) if precision == "16-mixed" else precision
     guard = NonFiniteGuard("skip", check=("loss", "grad"))
-    module, strategy = Torn(), DDPStrategy(precision=chosen)
+    module, strategy = OneOverflows(partial(torch.optim.SGD, momentum=0.9)), DDPStrategy(precision=chosen)
     trainer = make_trainer(guard, strategy=strategy, gradient_clip_val=1.0)
     trainer.fit(module, tiny_loader(32))
     assert trainer.global_step == 3
@@ -98,20 +81,11 @@ def test_a_step_that_is_skipped_by_all(precision: str) -> None:
     assert ends[0] == ends[1]
 
 
-class Unused(Torn):
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(1, 1)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layer.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters())
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true"])
 def test_an_optimizer_without_any_gradient(strategy: str) -> None:
     with pytest.raises(OptimizerError, match=r"^Adam, optimizer 1 of 2 .* no gradient .*automatic_optimization = False"):
-        make_trainer(strategy=strategy).fit(Unused(), tiny_loader(32))
+        make_trainer(strategy=strategy).fit(OneUnused(), tiny_loader(32))
 
 
 class Rows(TinyModule):

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.resume.elastic import killed, parameters, resumed, undisturbed
+from helpers.runs.joint_modules import OneOverflows, OneUnused
 from helpers.runs.parity import Case, Noisy, RegressionModule, trained
-from helpers.runs.tiny import TinyModule, tiny_loader
+from helpers.runs.tiny import tiny_loader
 from helpers.runs.trainers import make_trainer
 from helpers.zero.zero_cases import STAGES, strategy
 from torch import Tensor, nn
@@ -115,29 +116,10 @@ def test_a_checkpoint_moves(before: str, after: str) -> None:
     assert difference(fit(after, "after-3"), whole) < 5e-6
 
 
-class Overflowing(TinyModule):
-    """In step 1 the gradient of one optimizer overflows, on rank 1 only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        if batch_idx == 1 and self.trainer.global_rank == 1:
-            loss = loss + (self.layer.bias - self.layer.bias.detach()).sum() * 1e38 * 1e38
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        first = torch.optim.Muon([self.layer.weight], lr=0.1)
-        second = torch.optim.Adam([self.layer.bias], lr=0.1)
-        return [first, second], [{"scheduler": CosineAnnealingLR(first, 9), "interval": "step"}]
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "zero3"])
 def test_a_step_that_is_skipped_by_all(kind: str) -> None:
-    module, made = Overflowing(), strategy(kind, precision=Precision("16-mixed", init_scale=64.0))
+    module, made = OneOverflows(torch.optim.Muon), strategy(kind, precision=Precision("16-mixed", init_scale=64.0))
     trainer = make_trainer(strategy=made, gradient_clip_val=1.0)
     trainer.fit(module, tiny_loader(32))
     assert trainer.global_step == 3
@@ -147,22 +129,11 @@ def test_a_step_that_is_skipped_by_all(kind: str) -> None:
     assert ends[0] == ends[1]
 
 
-class Unused(TinyModule):
-    """The loss does not depend on the parameters of the second optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.other = nn.Linear(1, 1)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.layer.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters())
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", list(STAGES))
 def test_an_optimizer_without_any_gradient(kind: str) -> None:
     with pytest.raises(OptimizerError, match=r"^Adam, optimizer 1 of 2 .* no gradient .*automatic_optimization = False"):
-        make_trainer(strategy=strategy(kind), gradient_clip_val=1.0).fit(Unused(), tiny_loader(32))
+        make_trainer(strategy=strategy(kind), gradient_clip_val=1.0).fit(OneUnused(), tiny_loader(32))
 
 
 class Lars(torch.optim.SGD):
